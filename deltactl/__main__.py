@@ -1,0 +1,5 @@
+"""``python -m deltactl``."""
+
+from deltactl.cli.app import main
+
+main()

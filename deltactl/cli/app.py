@@ -1,0 +1,184 @@
+"""The application: its commands, and what becomes of the errors that they raise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn, get_args
+
+import typer
+from typer._click.exceptions import ClickException
+from typer.core import TyperGroup
+
+from deltactl import __version__
+from deltactl.cli import exits
+from deltactl.cli.apply import apply
+from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
+from deltactl.cli.demo import demo
+from deltactl.cli.diff import diff
+from deltactl.cli.log import log
+from deltactl.cli.manual import Verb
+from deltactl.cli.output import Output
+from deltactl.cli.pull import pull
+from deltactl.cli.push import push
+from deltactl.cli.show import show
+from deltactl.cli.stats import stats
+from deltactl.cli.verify import verify
+from deltactl.core.errors import DeltactlError, UsageError
+
+NAME = "deltactl"
+
+
+class Root(TyperGroup):
+    """The group of all commands. Every way that one can end becomes an exit status here."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,  # noqa: ARG002 - Typer's signature, here to its end
+        complete_var: str | None = None,  # noqa: ARG002
+        standalone_mode: bool = True,  # noqa: ARG002
+        windows_expand_args: bool = True,  # noqa: ARG002
+        **extra: Any,
+    ) -> NoReturn:
+        """Run the command line ``args``, by default the process's, and exit."""
+        args = list(sys.argv[1:] if args is None else args)
+        if VARIABLE in os.environ:
+            _prepare_completion()
+        out = Output()
+        try:
+            code = super().main(
+                args, prog_name=NAME, complete_var=VARIABLE, standalone_mode=False, obj=out, **extra
+            )
+            sys.stdout.flush()
+        except BrokenPipeError:
+            code = _reader_is_gone()
+        except (DeltactlError, OSError, MemoryError) as error:
+            code = _failed(out, error, next((word for word in args if word in self.commands), ""))
+        except ClickException as error:
+            code = _misused(out, error, args)
+        except Exception as error:
+            what = f"internal error: {type(error).__name__}: {error}"
+            out.failure(DeltactlError(what, hint="report this, with the lines below"), exits.FAILED)
+            raise
+        sys.exit(code if isinstance(code, int) else exits.OK)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer's signature
+        """Write the table of exit statuses and the environment after the commands."""
+        with formatter.section("Exit status"):
+            formatter.write_dl([(str(code), text) for code, text in exits.MEANINGS.items()])
+        with formatter.section("Environment"):
+            formatter.write_dl(list(ENVIRONMENT.items()))
+
+
+ENVIRONMENT = {
+    "DELTACTL_CACHE": "Where push keeps the tips of chains; by default deltactl below "
+    "XDG_CACHE_HOME or ~/.cache.",
+    "NO_COLOR": "If set and not empty, no colour, bold or dim text is printed.",
+    "TMPDIR": "Where deltas and anchors are made ready; by default the system's place for that.",
+}
+"""Variables that change what commands do; the manual's table."""
+
+app = typer.Typer(
+    name=NAME,
+    cls=Root,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for function in (diff, apply, push, pull, verify, log, show, stats, demo):
+    app.command(cls=Verb)(function)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"{NAME} {__version__}")
+        raise typer.Exit
+
+
+def _print_script(shell: Shell | None) -> None:
+    if shell is not None:
+        print(SCRIPTS[shell], end="")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+    completion: Annotated[
+        Shell | None,
+        typer.Option(
+            "--show-completion",
+            metavar="|".join(get_args(Shell)),
+            help="Print the script that completes commands and options in this shell.",
+            callback=_print_script,
+            is_eager=True,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Chains of anchors and sparse deltas: a trainer's weights on their way to inference servers.
+
+    A chain lives in a bucket: a full anchor now and then, and for each step between a delta that
+    holds what changed. Every link says which state it stands on and which it leads to, so that any
+    step can be rebuilt, and proven, bit for bit.
+
+    Results go to stdout, everything else to stderr. With --json every command prints one object on
+    stdout; for one that fails it has the single key "error": what, file, tensor, step, expected,
+    found, hint, exit_code. Options may stand anywhere after the command.
+    """
+
+
+def _prepare_completion() -> None:
+    from typer import _completion_classes
+
+    # Typer would import rich to take markup out of help texts; ours has none.
+    _completion_classes._sanitize_help_text = lambda text: text
+    _completion_classes.completion_init()
+
+
+def _failed(out: Output, error: DeltactlError | OSError | MemoryError, verb: str) -> int:
+    known = error if isinstance(error, DeltactlError) else exits.from_system(error)
+    if isinstance(known, UsageError) and known.hint is None:
+        known.hint = f"{NAME} {verb} --help"
+    code = exits.code_of(known)
+    out.failure(known, code)
+    return code
+
+
+def _misused(out: Output, error: ClickException, args: Sequence[str]) -> int:
+    """A command line that Typer refused, perhaps before it came to the options for output."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(error.format_message(), file=sys.stderr)
+        return exits.USAGE
+    if "--json" in args:
+        out.configure(json=True, quiet=False)
+    context = getattr(error, "ctx", None)
+    hint = f"{context.command_path if context else NAME} --help"
+    what = error.format_message().replace("Value error, ", "").rstrip(".")
+    out.failure(UsageError(what[:1].lower() + what[1:], hint=hint), error.exit_code)
+    return error.exit_code
+
+
+def _reader_is_gone() -> int:
+    """Whoever read stdout has closed it, as ``head`` does: end without a word."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())  # so that the flush at exit does not fail again
+    os.close(devnull)
+    return exits.FAILED
+
+
+def main() -> None:
+    """The process's entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
+    app()

@@ -1,0 +1,94 @@
+"""``deltactl log``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from deltactl.cli import text
+from deltactl.cli.exits import UNSOUND
+from deltactl.cli.manual import manual
+from deltactl.cli.options import Bucket, Json, Quiet, output
+from deltactl.core.errors import NotFound
+
+if TYPE_CHECKING:
+    from deltactl.core.chain import Chain, Link
+
+
+@manual(
+    keys={
+        "bucket": "the bucket",
+        "tip": "the newest step that can be rebuilt; null if there is none",
+        "links": "in order: step, kind (delta, anchor), bytes, changed_elements, sparsity, "
+        "base_state, result_state, encoding, dialect, name; null for what is not known",
+        "problems": "objects that look like links and are none: step, file, tensor, what, "
+        "expected, found",
+    },
+    exits=[3, 4, 5, 10],
+    exit_3="an object that should be a link is none",
+    examples=["deltactl log /mnt/chain", "deltactl log /mnt/chain --json | jq .tip"],
+)
+def log(ctx: typer.Context, bucket: Bucket, json: Json = False, quiet: Quiet = False) -> None:
+    """List the links of a chain, oldest first.
+
+    Only headers are read; deltactl verify tells whether the links hold together. An anchor's step
+    has two links, unless it is the first: a delta for those who hold the step before, and the
+    anchor for those who do not.
+    """
+    screen = output(ctx, json=json, quiet=quiet)
+    from deltactl.bucket import open_bucket
+    from deltactl.core.chain import read_chain
+
+    chain = read_chain(open_bucket(bucket))
+    if not chain.links and not chain.problems:
+        raise NotFound(
+            "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {bucket}"
+        )
+    document = {
+        "bucket": chain.url,
+        "tip": chain.tip,
+        "links": [_document(link) for link in chain.links],
+        "problems": [problem.facts() for problem in chain.problems],
+    }
+    screen.result(document, lambda: _lines(chain))
+    if chain.problems:
+        for problem in chain.problems:
+            screen.fault(problem)
+        raise typer.Exit(UNSOUND)
+
+
+def _document(link: Link) -> dict[str, Any]:
+    return {
+        "step": link.step,
+        "kind": link.kind,
+        "bytes": link.bytes,
+        "changed_elements": link.changed_elements,
+        "sparsity": link.sparsity,
+        "base_state": link.base_state,
+        "result_state": link.result_state,
+        "encoding": link.encoding,
+        "dialect": link.dialect,
+        "name": link.name,
+    }
+
+
+def _lines(chain: Chain) -> Iterable[str]:
+    head = (">step", "kind", ">size", ">changed", ">sparsity", "base", "result")
+    rows = [
+        (
+            link.step,
+            link.kind,
+            text.size(link.bytes),
+            text.count(link.changed_elements),
+            text.share(link.sparsity),
+            text.short(link.base_state),
+            text.short(link.result_state),
+        )
+        for link in chain.links
+    ]
+    yield from text.table(head, rows)
+    total = text.size(sum(link.bytes for link in chain.links))
+    tip = "no step can be rebuilt" if chain.tip is None else f"tip: step {chain.tip}"
+    yield f"{text.plural(len(rows), 'link')}, {total}; {tip}"

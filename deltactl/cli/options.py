@@ -1,0 +1,69 @@
+"""Options and arguments that several commands share, and what their words mean."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal, get_args
+
+import typer
+
+from deltactl.cli.output import Output
+
+EncodingName = Literal["raw", "gap_delta", "ulp"]
+STDIO = Path("-")
+
+Bucket = Annotated[
+    str, typer.Argument(metavar="BUCKET", help="Where the chain lives: a local directory.")
+]
+Encoding = Annotated[
+    EncodingName,
+    typer.Option(
+        "--encoding",
+        metavar="|".join(get_args(EncodingName)),
+        help="How changes are stored: ulp is the smallest, raw and gap_delta are what TRL's "
+        "readers take.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Say what would be done, and do nothing.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
+    """The command's Output, in the mode that its options ask for."""
+    out = ctx.find_root().obj
+    assert isinstance(out, Output)
+    out.configure(json=json, quiet=quiet)
+    return out
+
+
+def is_delta(word: str) -> bool:
+    """Whether a word that may be a delta or a bucket is a delta: a file, or named like one."""
+    path = Path(word)
+    return path == STDIO or path.is_file() or (path.suffix == ".safetensors" and not path.is_dir())
+
+
+def bucket_and_step(word: str) -> tuple[str, int] | None:
+    """``BUCKET@STEP`` apart, at the last ``@`` that digits follow; None if there is no step."""
+    bucket, at, step = word.rpartition("@")
+    return (bucket, int(step)) if at and bucket and step.isascii() and step.isdigit() else None
+
+
+@contextmanager
+def delta_file(path: Path) -> Iterator[Path]:
+    """A delta as a file that can be mapped: what comes on stdin (``-``) is put into one."""
+    if path != STDIO:
+        yield path
+        return
+    with TemporaryDirectory() as directory:
+        spooled = Path(directory, "stdin")
+        with open(spooled, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield spooled

@@ -1,0 +1,87 @@
+"""``deltactl pull``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltactl.cli import text
+from deltactl.cli.manual import manual
+from deltactl.cli.options import Bucket, Json, Quiet, output
+
+if TYPE_CHECKING:
+    from deltactl.core.pull import PullReport
+
+
+@manual(
+    keys={
+        "step": "the step that DEST holds now",
+        "state": "its state digest",
+        "bytes_fetched": "size of the links that were fetched",
+        "links": "how many they were",
+        "from_step": "the step that DEST held before and that was built on; null if none",
+        "written": "false if DEST held the step already",
+        "proven": "false if no link names a digest to prove the step by, as TRL's",
+        "newer": "newer steps in the bucket that cannot be rebuilt",
+        "dest": "DEST",
+    },
+    exits=[3, 4, 5, 10, 11],
+    examples=["deltactl pull /mnt/chain model", "deltactl pull /mnt/chain old --step 10 --json"],
+)
+def pull(
+    ctx: typer.Context,
+    bucket: Bucket,
+    dest: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DEST", help="A directory: new, empty, or with a step of the chain."
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="The step; by default the tip.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Rebuild a step of a chain in a directory, ready to serve.
+
+    If DEST holds an earlier step of the chain only what is missing is fetched. The result, a
+    Hugging Face directory, is compared with the chain's digest before it takes DEST's place in one
+    step.
+    """
+    screen = output(ctx, json=json, quiet=quiet)
+    from deltactl.bucket import open_bucket
+    from deltactl.core.pull import pull as rebuild
+
+    with screen.progress() as progress:
+        report = rebuild(open_bucket(bucket), dest, step=step, progress=progress)
+    if report.newer:
+        steps = ", ".join(map(str, report.newer))
+        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {bucket}")
+    if not report.proven:
+        screen.warn("the links name no digest: nothing proves the result")
+    document = {
+        "step": report.step,
+        "state": report.state,
+        "bytes_fetched": report.bytes_fetched,
+        "links": report.links,
+        "from_step": report.from_step,
+        "written": report.written,
+        "proven": report.proven,
+        "newer": report.newer,
+        "dest": str(dest),
+    }
+    screen.result(document, lambda: _lines(report, dest))
+
+
+def _lines(report: PullReport, dest: Path) -> Iterable[str]:
+    if not report.written:
+        yield f"{dest} holds step {report.step} already: nothing to do"
+    else:
+        since = "" if report.from_step is None else f" from step {report.from_step}"
+        fetched = f"{text.plural(report.links, 'link')}, {text.size(report.bytes_fetched)}"
+        yield f"pulled step {report.step}{since}: {fetched}"
+    yield from text.pairs([("state", report.state), ("output", dest)])

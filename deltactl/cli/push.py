@@ -1,0 +1,123 @@
+"""``deltactl push``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltactl.cli import text
+from deltactl.cli.manual import manual
+from deltactl.cli.options import Bucket, DryRun, Encoding, Json, Quiet, delta_file, output
+
+if TYPE_CHECKING:
+    from deltactl.core.publish import PushReport
+
+
+@manual(
+    keys={
+        "step": "the step",
+        "kind": "anchor or delta; an anchor's step has a delta too, unless it is the first",
+        "bytes": "size of what was written",
+        "state": "state digest of the step",
+        "written": "false if the step was there already with the same content",
+        "changed_elements": "elements that the delta changes; null for a first anchor",
+        "total_elements": "elements of the checkpoint",
+        "dry_run": "whether this only says what would be done",
+        "files": "names of the objects in the bucket",
+    },
+    exits=[3, 4, 5, 10, 11],
+    examples=[
+        "deltactl push step_1 /mnt/chain",
+        "deltactl push step_2 /mnt/chain --base step_1 --json",
+        "deltactl push step_3 /mnt/chain --step 3 --dry-run",
+    ],
+)
+def push(
+    ctx: typer.Context,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CKPT|DELTA", help="The step's checkpoint, or a delta that leads to it."
+        ),
+    ],
+    bucket: Bucket,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step", metavar="N", min=0, help="The step; by default the one after the tip."
+        ),
+    ] = None,
+    anchor_every: Annotated[
+        int,
+        typer.Option(
+            "--anchor-every",
+            metavar="N",
+            min=0,
+            help="Write an anchor at each multiple of this step; 0: only the first.",
+        ),
+    ] = 10,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            "--base",
+            metavar="CKPT",
+            help="The checkpoint of the tip, to spare a look at the cache.",
+        ),
+    ] = None,
+    encoding: Encoding = "ulp",
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Publish a checkpoint as the next step of a chain.
+
+    The first step is an anchor: the whole checkpoint, with its config and tokenizer. Later ones
+    are deltas against the tip of the chain, which is kept in a local cache and rebuilt when it is
+    missing or wrong. A step that is there with the same content is left as it is; one with other
+    content, and a step that is not above the tip, are refused.
+    """
+    screen = output(ctx, json=json, quiet=quiet)
+    from deltactl.bucket import open_bucket
+    from deltactl.core.publish import push as publish
+
+    with delta_file(source) as file, screen.progress() as progress:
+        report = publish(
+            file,
+            open_bucket(bucket),
+            step=step,
+            anchor_every=anchor_every,
+            base=base,
+            encoding=encoding,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    document = {
+        "step": report.step,
+        "kind": report.kind,
+        "bytes": report.bytes,
+        "state": report.state,
+        "written": report.written,
+        "changed_elements": report.changed_elements,
+        "total_elements": report.total_elements,
+        "dry_run": report.dry_run,
+        "files": report.files,
+    }
+    screen.result(document, lambda: _lines(report))
+
+
+def _lines(report: PushReport) -> Iterable[str]:
+    if not report.written:
+        yield f"step {report.step} is there already with the same content: nothing to do"
+        return
+    verb = "would push" if report.dry_run else "pushed"
+    article = "an anchor" if report.kind == "anchor" else "a delta"
+    yield f"{verb} step {report.step} as {article}, {text.size(report.bytes)}"
+    rows: list[tuple[str, object]] = []
+    if report.changed_elements is not None:
+        total = text.plural(report.total_elements, "element")
+        rows.append(("changed", f"{text.count(report.changed_elements)} of {total}"))
+    rows.append(("state", report.state))
+    yield from text.pairs([*rows, *(("object", name) for name in report.files)])

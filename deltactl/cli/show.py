@@ -1,0 +1,184 @@
+"""``deltactl show``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deltactl.cli import text
+from deltactl.cli.diff import record_document
+from deltactl.cli.manual import manual
+from deltactl.cli.options import Json, Quiet, bucket_and_step, delta_file, is_delta, output
+from deltactl.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from deltactl.core.anchor import AnchorHeader
+    from deltactl.core.delta import DeltaHeader
+
+
+@manual(
+    keys={
+        "links": "the delta, or the delta and the anchor of the step, each: kind, step, base_step, "
+        "file, bytes, dialect, encoding, base_state, result_state, payload_digest, "
+        "changed_elements, total_elements, metadata, tensors",
+        "links[].metadata": "the header's other keys, as strings",
+        "links[].tensors": "of a delta as those of deltactl diff; of an anchor: name, dtype, "
+        "shape, digest",
+    },
+    exits=[3, 4, 5, 10],
+    examples=["deltactl show step_11.delta", "deltactl show /mnt/chain@11 --json"],
+)
+def show(
+    ctx: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="DELTA|BUCKET@STEP", help="A delta file (- is stdin), or a step of a chain."
+        ),
+    ],
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Print what the header of a delta, or of a step's links, says.
+
+    Payloads are not read; deltactl verify does that.
+    """
+    screen = output(ctx, json=json, quiet=quiet)
+    links = _delta(Path(target)) if is_delta(target) else _links(target)
+    screen.result({"links": links}, lambda: _lines(links))
+
+
+def _delta(path: Path) -> list[dict[str, Any]]:
+    from deltactl.core.delta import open_delta
+
+    with delta_file(path) as file:
+        header = open_delta(file).header
+    return [_of_delta(header, str(path), header.nbytes, header.step)]
+
+
+def _links(target: str) -> list[dict[str, Any]]:
+    named = bucket_and_step(target)
+    if named is None:
+        what = "neither a delta file nor a step of a chain"
+        raise UsageError(what, found=target, hint=f"deltactl show {target}@STEP")
+    from deltactl.bucket import open_bucket
+    from deltactl.core.anchor import AnchorHeader
+    from deltactl.core.chain import read_chain
+
+    bucket, step = named
+    chain = read_chain(open_bucket(bucket))
+    if not chain.links_at(step):
+        chain.path(step)  # raises, with what is there instead
+    return [
+        _of_anchor(link.header, link.name, link.bytes, step)
+        if isinstance(link.header, AnchorHeader)
+        else _of_delta(link.header, link.name, link.bytes, step)
+        for link in chain.links_at(step)
+    ]
+
+
+def _of_delta(header: DeltaHeader, file: str, size: int, step: int | None) -> dict[str, Any]:
+    return {
+        "kind": "delta",
+        "step": step,
+        "base_step": header.base_step,
+        "file": file,
+        "bytes": size,
+        "dialect": header.dialect,
+        "encoding": header.encoding,
+        "base_state": header.base_state,
+        "result_state": header.result_state,
+        "payload_digest": header.payload_digest,
+        "changed_elements": header.changed_elements,
+        "total_elements": header.total_elements,
+        "metadata": _rest(header.metadata),
+        "tensors": [record_document(record) for record in header.records.values()],
+    }
+
+
+def _of_anchor(header: AnchorHeader, file: str, size: int, step: int) -> dict[str, Any]:
+    return {
+        "kind": "anchor",
+        "step": step,
+        "base_step": None,
+        "file": file,
+        "bytes": size,
+        "dialect": header.dialect,
+        "encoding": None,
+        "base_state": None,
+        "result_state": header.result_state,
+        "payload_digest": None,
+        "changed_elements": None,
+        "total_elements": header.total_elements,
+        "metadata": _rest(header.metadata),
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": t.shape, "digest": t.digest or None}
+            for t in header.tensors
+        ],
+    }
+
+
+def _rest(metadata: dict[str, str]) -> dict[str, str]:
+    """The metadata without the tables, which stand elsewhere."""
+    tables = ("deltactl.tensors", "deltactl.files", "changed_params")
+    return {key: value for key, value in metadata.items() if key not in tables}
+
+
+def _lines(links: list[dict[str, Any]]) -> Iterable[str]:
+    for number, link in enumerate(links):
+        if number:
+            yield ""
+        yield from _header_lines(link)
+        yield ""
+        yield from _anchor_table(link) if link["kind"] == "anchor" else _delta_table(link)
+
+
+def _header_lines(link: dict[str, Any]) -> Iterable[str]:
+    rows: list[tuple[str, object]] = [
+        (key.replace("_", " "), link[key])
+        for key in ("kind", "step", "base_step", "file", "dialect", "encoding")
+        if link[key] is not None
+    ]
+    rows.append(("size", text.size(link["bytes"])))
+    rows += [
+        (key.replace("_", " "), link[key])
+        for key in ("base_state", "result_state", "payload_digest")
+        if link[key] is not None
+    ]
+    total = link["total_elements"]
+    if link["changed_elements"] is not None:
+        rows.append(("changed", f"{text.count(link['changed_elements'])} of {text.count(total)}"))
+    else:
+        rows.append(("elements", text.count(total)))
+    return text.pairs(rows)
+
+
+def _delta_table(link: dict[str, Any]) -> list[str]:
+    head = ("tensor", "kind", "dtype", "shape", ">changed", ">share", ">size")
+    rows = [
+        (
+            row["name"],
+            "replaced" if row["base_dtype"] else row["kind"],
+            row["dtype"] or "-",
+            text.shape(row["shape"]),
+            text.count(row["changed"]),
+            text.share(row["changed"] / row["elements"] if row["elements"] else None),
+            text.size(row["bytes"]),
+        )
+        for row in link["tensors"]
+    ]
+    return text.table(head, rows)
+
+
+def _anchor_table(link: dict[str, Any]) -> list[str]:
+    head = ("tensor", "dtype", "shape", "digest")
+    return text.table(
+        head,
+        [
+            (row["name"], row["dtype"], text.shape(row["shape"]), text.short(row["digest"]))
+            for row in link["tensors"]
+        ],
+    )

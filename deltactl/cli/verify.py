@@ -1,0 +1,125 @@
+"""``deltactl verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+import typer
+
+from deltactl.cli import text
+from deltactl.cli.exits import UNSOUND
+from deltactl.cli.manual import manual
+from deltactl.cli.options import Json, Quiet, delta_file, is_delta, output
+from deltactl.core.errors import DeltactlError, UsageError
+
+if TYPE_CHECKING:
+    from deltactl.core.verify import VerifyReport
+
+Level = Literal["links", "data", "rebuild"]
+
+
+@manual(
+    keys={
+        "ok": "whether nothing is wrong; what is unproven stands beside",
+        "level": "how deep it was looked",
+        "links": "how many links were looked at",
+        "steps": "how many steps",
+        "errors": "what is wrong: step, file, tensor, what, expected, found; null if not known",
+        "unproven": "what could not be proven for want of a digest; keys as those of errors",
+        "bytes_read": "how much was read",
+    },
+    exits=[3, 4, 5, 10],
+    exit_3="something is wrong, or unproven and --accept-unproven was not given",
+    examples=[
+        "deltactl verify /mnt/chain",
+        "deltactl verify /mnt/chain --level rebuild --json",
+        "deltactl verify /mnt/chain --against step_11 --step 11",
+    ],
+)
+def verify(
+    ctx: typer.Context,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="BUCKET|DELTA", help="A chain's bucket, or a delta file (- is stdin)."
+        ),
+    ],
+    level: Annotated[
+        Level,
+        typer.Option(
+            "--level",
+            metavar="|".join(get_args(Level)),
+            help="links: headers, and whether each base is the result before it; data: every byte "
+            "against its digest as well; rebuild: replay the chain from each anchor as well.",
+        ),
+    ] = "data",
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", metavar="CKPT", help="Compare the tip, or --step, with this checkpoint."
+        ),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="The step for --against.")
+    ] = None,
+    accept_unproven: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unproven", help="Accept links without digests, such as those that TRL wrote."
+        ),
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Prove that a chain is whole, or that a delta is sound.
+
+    Goes on after the first fault and reports all. A bucket without links fails.
+    """
+    screen = output(ctx, json=json, quiet=quiet)
+    if is_delta(target) and (against is not None or step is not None):
+        raise UsageError("--against and --step are for chains", file=target)
+    with screen.progress() as progress:
+        if is_delta(target):
+            from deltactl.core.verify import verify_delta
+
+            with delta_file(Path(target)) as file:
+                report = verify_delta(file, level=level, progress=progress)
+        else:
+            from deltactl.bucket import open_bucket
+            from deltactl.core.verify import verify_bucket
+
+            report = verify_bucket(
+                open_bucket(target), level=level, step=step, against=against, progress=progress
+            )
+    document = {
+        "ok": report.ok,
+        "level": report.level,
+        "links": report.links,
+        "steps": report.steps,
+        "errors": report.errors,
+        "unproven": report.unproven,
+        "bytes_read": report.bytes_read,
+    }
+    screen.result(document, lambda: _lines(report))
+    for fault in report.errors:
+        screen.fault(_as_error(fault))
+    for doubt in report.unproven:
+        screen.warn(f"unproven: {_as_error(doubt)}")
+    if not report.ok or (report.unproven and not accept_unproven):
+        raise typer.Exit(UNSOUND)
+
+
+def _as_error(facts: dict[str, Any]) -> DeltactlError:
+    return DeltactlError(**facts)
+
+
+def _lines(report: VerifyReport) -> Iterable[str]:
+    looked = f"{text.plural(report.links, 'link')}, {text.plural(report.steps, 'step')}"
+    yield f"looked at {looked}, {text.size(report.bytes_read)} read (level {report.level})"
+    unproven = f", {len(report.unproven)} unproven" if report.unproven else ""
+    if report.ok:
+        yield f"nothing is wrong{unproven}"
+    else:
+        yield f"{text.plural(len(report.errors), 'error')}{unproven}"

@@ -1,0 +1,279 @@
+"""A delta onto a checkpoint on disk: the base is checked before, the result after."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from deltactl.core.bits import elements, touch_sum
+from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.delta import Delta, open_delta
+from deltactl.core.encoding.base import BLOCK
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
+from deltactl.core.files import atomic_directory, atomic_file
+from deltactl.core.header import Record
+from deltactl.core.identity import state_of
+from deltactl.core.parallel import map_largest_first
+from deltactl.core.progress import Progress, silent
+from deltactl.core.rebuild import INDEX, Written, check_tensors, write_directory, write_file
+
+Side = Literal["base", "result"]
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyReport:
+    """What ``apply_delta`` did. ``written`` is False where the result was there already; ``proven`` is
+    False where the delta has no digest to prove the result by (TRL's)."""
+
+    out: Path
+    state: str
+    step: int | None
+    changed_elements: int
+    written: bool
+    proven: bool
+
+
+def apply_delta(
+    delta_path: Path, base_path: Path, out: Path | None, *, progress: Progress = silent
+) -> ApplyReport:
+    """Write the state that a delta leads to from ``base_path`` to ``out``, or in place with None.
+
+    The result has the form and the shard layout of the base. Nothing is visible before it is proven.
+    Raises Conflict for another base (before anything is written) or an ``out`` that holds something
+    else, Malformed for a torn delta or a result that is not the one that the delta names.
+    """
+    delta = open_delta(delta_path)
+    if delta.header.payload_digest is not None:
+        delta.check_payload()
+    with open_checkpoint(base_path) as base:
+        _check_target(base, base_path, out)
+        side = which_side(base, delta)
+        if side == "result" or delta.header.base_state == delta.header.result_state:
+            done = _applied_already(base, delta, out, progress)
+            if done is not None:
+                return done
+        if out is not None and _holds(out, delta.header.result_state, progress):
+            return _report(delta, out, str(delta.header.result_state), False)
+        written = write_result(
+            base,
+            [delta],
+            out or base_path,
+            in_place=out is None,
+            expected=delta.header.result_state,
+            progress=progress,
+        )
+        return _report(delta, out or base_path, written.state, True)
+
+
+def _report(delta: Delta, out: Path, state: str, written: bool) -> ApplyReport:
+    header = delta.header
+    proven = header.result_state is not None
+    return ApplyReport(out, state, header.step, header.changed_elements, written, proven)
+
+
+def _check_target(base: Checkpoint, base_path: Path, out: Path | None) -> None:
+    if out is None:
+        if not all(shard.file.endswith(".safetensors") for shard in base.shards):
+            what = "only safetensors checkpoints can be changed in place"
+            raise UsageError(what, file=base_path, hint="write to a new place with -o OUT")
+    elif out.exists() and out.is_dir() != base.is_directory and not _empty(out):
+        kinds = ("a file", "a directory")
+        raise Conflict(
+            "the output is there and is of another kind than the base",
+            file=out,
+            expected=kinds[base.is_directory],
+            found=kinds[out.is_dir()],
+        )
+
+
+def _empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _holds(out: Path, state: str | None, progress: Progress) -> bool:
+    """Whether ``out`` holds the result. Raises Conflict if it holds anything else."""
+    if not out.exists() or _empty(out):
+        return False
+    found = None
+    try:
+        with open_checkpoint(out) as checkpoint:
+            found = state_of(checkpoint, progress=progress)
+    except DeltactlError:
+        pass
+    if found is not None and found == state:
+        return True
+    raise Conflict(
+        "the output is there and holds something else",
+        file=out,
+        expected=f"nothing, or state {state}",
+        found=f"state {found}" if found else "no checkpoint",
+        hint="remove it, or name another place with -o OUT",
+    )
+
+
+def _applied_already(
+    base: Checkpoint, delta: Delta, out: Path | None, progress: Progress
+) -> ApplyReport | None:
+    """The report, if the base is the result and nothing is left to write."""
+    state = state_of(base, progress=progress)
+    if state != delta.header.result_state:
+        raise another_base(delta, state)
+    if out is not None and not _holds(out, state, progress):
+        return None
+    return _report(delta, out or base.path, state, False)
+
+
+def another_base(delta: Delta, found: str) -> Conflict:
+    """The error for a base whose state is not the delta's."""
+    return Conflict(
+        "the base is another",
+        file=delta.path,
+        step=delta.header.step,
+        expected=f"state {delta.header.base_state}",
+        found=f"state {found}",
+        hint=f"deltactl show {delta.path}",
+    )
+
+
+def which_side(base: Checkpoint, delta: Delta) -> Side:
+    """Whether a checkpoint is what the delta stands on or what it leads to, by the changed elements.
+
+    O(changed): gathers the bits at the changed positions and compares their touch sums. It does not see
+    the other elements; the digest of the result does. A delta without sums is taken to stand on it.
+    Raises Conflict if the checkpoint is neither.
+    """
+    records = list(delta.records.values())
+    results = map_largest_first(lambda r: _sides_of(base, delta, r), records, lambda r: r.changed)
+    sides: set[Side] = {"base", "result"}
+    for record, of_tensor in zip(records, results, strict=True):
+        sides &= of_tensor
+        if not sides:
+            raise Conflict(
+                "the base is another: this tensor is neither as before the delta nor as after it",
+                file=delta.path,
+                tensor=record.name,
+                step=delta.header.step,
+                expected=f"state {delta.header.base_state}",
+                hint=f"deltactl show {delta.path}",
+            )
+    return "base" if "base" in sides else "result"
+
+
+def _sides_of(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
+    tensor = base.tensors.get(record.name)
+    found = None if tensor is None else (tensor.dtype, tensor.shape)
+    if record.kind == "removed":
+        return {"result"} if found is None else _only(found == (record.dtype, record.shape))
+    if record.kind == "added" and found is None:
+        return {"base"}
+    if record.replaced and found == (record.base_dtype, record.base_shape):
+        return {"base"}
+    if record.whole:
+        after: set[Side] = {"result"} if record.kind == "added" or record.replaced else set()
+        after = after or {"base", "result"}
+        return after if found == (record.dtype, record.shape) else set()
+    return _sides_by_sums(base, delta, record)
+
+
+def _only(is_base: bool) -> set[Side]:
+    return {"base"} if is_base else set()
+
+
+def _sides_by_sums(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
+    tensor = base.tensors.get(record.name)
+    if tensor is None or tensor.dtype != record.dtype:
+        return set()
+    if record.shape is None:
+        return {"base"}
+    if tensor.shape != record.shape:
+        return set()
+    bits = elements(tensor.data, tensor.dtype)
+    decoder = delta.decoder(record.name, tensor.dtype, bits.size)
+    total = 0
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
+        positions = decoder.positions(start // BLOCK, block.size)
+        if positions.size:
+            total += touch_sum(positions + start, block.take(positions))
+    total %= 1 << 64
+    sides: set[Side] = set()
+    if total == record.old_sum:
+        sides.add("base")
+    if total == record.new_sum:
+        sides.add("result")
+    return sides
+
+
+def write_result(
+    base: Checkpoint,
+    deltas: Sequence[Delta],
+    out: Path,
+    *,
+    in_place: bool,
+    expected: str | None,
+    progress: Progress = silent,
+) -> Written:
+    """Write what ``deltas`` lead to from ``base`` under its final name, once it is proven.
+
+    ``in_place``: ``out`` is the base's own place; what else is in that directory stays. ``expected``:
+    the state to prove, None where nothing says it. Raises Conflict, Malformed.
+    """
+    if not base.is_directory:
+        with atomic_file(out) as file:
+            written = write_file(base, deltas, file, progress=progress)
+            prove(base, deltas, written, expected)
+        return written
+    with atomic_directory(out) as directory:
+        aux = {} if in_place else base.aux
+        written = write_directory(base, deltas, directory, aux=aux, progress=progress)
+        prove(base, deltas, written, expected)
+        if in_place:
+            carry_over(out, directory, {shard.file for shard in base.shards})
+    return written
+
+
+def prove(
+    base: Checkpoint, deltas: Sequence[Delta], written: Written, expected: str | None
+) -> None:
+    """Compare the result with what the deltas name; on a difference, find out who is to blame.
+
+    Raises Conflict if the base is not the first delta's, Malformed otherwise.
+    """
+    if expected is None or written.state == expected:
+        return
+    first = deltas[0].header.base_state if deltas else None
+    if first is not None:
+        found = state_of(base)
+        if found != first:
+            raise another_base(deltas[0], found)
+    check_tensors(written, deltas)
+    raise Malformed(
+        "the result does not have the state that it is named by",
+        file=deltas[-1].path if deltas else base.path,
+        expected=expected,
+        found=written.state,
+    )
+
+
+def carry_over(old: Path, new: Path, weights: Set[str]) -> None:
+    """Give ``new`` every file of ``old`` that it lacks, but for the weights and what repeats them."""
+    for directory, names, files in os.walk(old):
+        target = new / Path(directory).relative_to(old)
+        target.mkdir(exist_ok=True)
+        for name in [*files, *(n for n in names if Path(directory, n).is_symlink())]:
+            is_weight = name in weights or name == INDEX or name.startswith("consolidated")
+            if (Path(directory) == old and is_weight) or os.path.lexists(target / name):
+                continue
+            _link_or_copy(Path(directory, name), target / name)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)
+

@@ -1,0 +1,118 @@
+"""Tensors as bit patterns: elements, changed positions, units in the last place, touch sums.
+
+An *element* is an unsigned integer of 1, 2, 4 or 8 bytes. Packed types of less than a byte (F4, F6)
+are bytes. No float operation is used anywhere: NaN payloads, -0.0 and denormals are bits like others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltactl.core.safetensors_io import DTYPE_BITS
+
+Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[Any]
+"""Elements: <u1, <u2, <u4 or <u8."""
+
+Steps = npt.NDArray[Any]
+"""Steps in units in the last place: <i1, <i2, <i4 or <i8."""
+
+Positions = npt.NDArray[np.int64]
+
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+
+SIGN_MAGNITUDE = frozenset(
+    {"F16", "BF16", "F32", "F64", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+)
+"""Dtypes whose top bit is a sign and whose other bits rise with the magnitude."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of ``dtype``: 1, 2, 4 or 8."""
+    return max(DTYPE_BITS[dtype] // 8, 1)
+
+
+def elements(data: Bytes, dtype: str) -> Bits:
+    """The bytes of a tensor, shape (n,), as elements, shape (n / width,); a view."""
+    return data.view(_UNSIGNED[element_bytes(dtype)])
+
+
+def changed(old: Bits, new: Bits) -> Positions:
+    """Positions, rising, at which two arrays of one shape (n,) and width differ."""
+    mask = old != new
+    whole = mask.size // 8 * 8
+    # Most groups of eight hold no change: find the groups first, then look inside those alone.
+    groups = mask[:whole].view(np.uint64)
+    hit = np.flatnonzero(groups != 0)
+    if hit.size * 4 > groups.size:
+        return np.flatnonzero(mask)
+    inner = np.flatnonzero(groups.take(hit).view(np.bool_))
+    found = (hit.take(inner >> 3) << 3) + (inner & 7)
+    if whole != mask.size:
+        found = np.concatenate([found, np.flatnonzero(mask[whole:]) + whole])
+    return found
+
+
+def _ordered(bits: Bits, dtype: str) -> Bits:
+    """Map bits to unsigned integers that rise with the value; its inverse is ``_unordered``.
+
+    Negative floats are complemented, others get the top bit set: -0.0 and +0.0 are neighbours, and
+    so are the largest finite number and infinity. Integers stay as they are.
+    """
+    if dtype not in SIGN_MAGNITUDE:
+        return bits
+    width = bits.dtype.itemsize
+    negative = (bits.view(_SIGNED[width]) >> (8 * width - 1)).view(bits.dtype)
+    return bits ^ (negative | bits.dtype.type(1 << (8 * width - 1)))
+
+
+def _unordered(order: Bits, dtype: str) -> Bits:
+    if dtype not in SIGN_MAGNITUDE:
+        return order
+    width = order.dtype.itemsize
+    positive = (order.view(_SIGNED[width]) >> (8 * width - 1)).view(order.dtype)
+    return order ^ (~positive | order.dtype.type(1 << (8 * width - 1)))
+
+
+def steps_between(old: Bits, new: Bits, dtype: str) -> Steps:
+    """Signed steps in units in the last place from ``old`` to ``new``, modulo 2^width.
+
+    Shape and width as the inputs'. For integer types, the difference.
+    """
+    width = old.dtype.itemsize
+    return (_ordered(new, dtype) - _ordered(old, dtype)).view(_SIGNED[width])
+
+
+def take_steps(old: Bits, steps: Steps, dtype: str) -> Bits:
+    """The bits that ``steps`` lead to from ``old``; the inverse of ``steps_between``."""
+    return _unordered(_ordered(old, dtype) + steps.view(old.dtype), dtype)
+
+
+_MIX_INDEX = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix64(index: npt.NDArray[np.uint64], bits: Bits) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash of each (index, bits) pair, shape as the inputs'.
+
+    ``index * 0x9E3779B97F4A7C15 + bits`` through the finalizer of SplitMix64 (Steele, Lea and Flood
+    2014, "Fast splittable pseudorandom number generators"), all modulo 2^64.
+    """
+    z = index * _MIX_INDEX
+    z += bits
+    z ^= z >> np.uint64(30)
+    z *= _MIX_1
+    z ^= z >> np.uint64(27)
+    z *= _MIX_2
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def touch_sum(positions: Positions, bits: Bits) -> int:
+    """``sum mix64(position, bits) mod 2^64``: the same in any order, and sums of parts add up."""
+    return int(mix64(positions.view(np.uint64), bits).sum(dtype=np.uint64))

@@ -1,0 +1,308 @@
+"""A chain: the links in a bucket, in order, and the way from an anchor to a step."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Container, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+from deltactl.core.anchor import INDEX, AnchorHeader, parse_anchor, parse_anchor_index
+from deltactl.core.delta import DeltaHeader, parse_delta
+from deltactl.core.errors import DeltactlError, Malformed, NotFound
+from deltactl.core.safetensors_io import Header, header_length, parse_header
+from deltactl.core.store import Bucket, Object
+
+_NAME = re.compile(r"(?P<kind>delta|anchor)s/step_(?P<step>\d{6,18})(?:\.safetensors|/.+)")
+_HEAD = 1 << 16  # bytes that are asked for first: most headers fit
+_READERS = 16  # headers fetched at once; a store's latency, not this machine, is what is waited for
+
+
+def delta_name(step: int) -> str:
+    """The object that holds a step's delta."""
+    return f"deltas/step_{step:06d}.safetensors"
+
+
+def anchor_file_name(step: int) -> str:
+    """The object that holds a step's anchor, where it is one file."""
+    return f"anchors/step_{step:06d}.safetensors"
+
+
+def anchor_directory(step: int) -> str:
+    """The prefix of a step's anchor, where it is a directory."""
+    return f"anchors/step_{step:06d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An anchor or a delta in a bucket. ``name``: the object with its header; ``bytes``: of all its
+    objects. None: not known, in links that TRL wrote."""
+
+    step: int
+    kind: str
+    name: str
+    bytes: int
+    header: DeltaHeader | AnchorHeader
+    objects: tuple[Object, ...]
+
+    @property
+    def dialect(self) -> str:
+        return self.header.dialect
+
+    @property
+    def encoding(self) -> str | None:
+        return self.header.encoding if isinstance(self.header, DeltaHeader) else None
+
+    @property
+    def base_state(self) -> str | None:
+        return self.header.base_state if isinstance(self.header, DeltaHeader) else None
+
+    @property
+    def result_state(self) -> str | None:
+        return self.header.result_state
+
+    @property
+    def total_elements(self) -> int | None:
+        return self.header.total_elements
+
+    @property
+    def changed_elements(self) -> int | None:
+        """Elements whose bits the link changes; None for an anchor."""
+        return self.header.changed_elements if isinstance(self.header, DeltaHeader) else None
+
+    @property
+    def sparsity(self) -> float | None:
+        """Share of elements that keep their bits; None for an anchor, or where it is not known."""
+        if self.changed_elements is None or self.total_elements is None:
+            return None
+        return 1 - self.changed_elements / self.total_elements if self.total_elements else 1.0
+
+
+class Chain:
+    """The links of a bucket, in order of step, a step's delta before its anchor.
+
+    ``problems``: objects with a link's name that are none. ``bytes_read``: by reading the headers.
+    """
+
+    def __init__(
+        self,
+        links: Iterable[Link],
+        problems: Iterable[DeltactlError] = (),
+        bytes_read: int = 0,
+        url: str = "",
+    ) -> None:
+        self.links = tuple(sorted(links, key=lambda link: (link.step, link.kind == "anchor")))
+        self.problems = tuple(problems)
+        self.bytes_read = bytes_read
+        self.url = url
+        self.deltas = {link.step: link for link in self.links if link.kind == "delta"}
+        self.anchors = {link.step: link for link in self.links if link.kind == "anchor"}
+        self.steps = sorted({link.step for link in self.links})
+
+    def links_at(self, step: int) -> list[Link]:
+        """The step's delta and anchor, as far as it has them."""
+        return [table[step] for table in (self.deltas, self.anchors) if step in table]
+
+    def state_at(self, step: int) -> str | None:
+        """The state that a step leads to; None where TRL's links do not say."""
+        states = [link.result_state for link in self.links_at(step)]
+        return states[0] if states else None
+
+    def before(self, delta: Link) -> int | None:
+        """The step that a delta stands on: the one it names, else the nearest below it."""
+        if isinstance(delta.header, DeltaHeader) and delta.header.base_step is not None:
+            return delta.header.base_step
+        at = bisect_left(self.steps, delta.step)
+        return self.steps[at - 1] if at else None
+
+    def stands(self, delta: Link) -> bool:
+        """Whether the step below a delta is there and is the state that the delta counts on."""
+        before = self.before(delta)
+        if before is None or before >= delta.step or not self.links_at(before):
+            return False
+        return delta.base_state is None or delta.base_state == self.state_at(before)
+
+    @cached_property
+    def tip(self) -> int | None:
+        """The newest step that can be rebuilt; None where there is none."""
+        good: set[int] = set()
+        for step in self.steps:
+            delta = self.deltas.get(step)
+            if step in self.anchors or (
+                delta is not None and self.stands(delta) and self.before(delta) in good
+            ):
+                good.add(step)
+        return max(good, default=None)
+
+    def path(self, step: int) -> tuple[Link, list[Link]]:
+        """The newest anchor that leads to a step, and the deltas to apply to it in order.
+
+        Raises NotFound for a step that is not in the chain, Malformed where the way is broken.
+        """
+        deltas = self._deltas_down(step, self.anchors)
+        start = self.before(deltas[0]) if deltas else step
+        assert start is not None
+        return self.anchors[start], deltas
+
+    def path_from(self, have: int, step: int) -> list[Link]:
+        """The deltas from one step to a later one, in order. Raises as ``path``."""
+        return self._deltas_down(step, (have,))
+
+    def _deltas_down(self, step: int, ends: Container[int]) -> list[Link]:
+        if not self.links_at(step):
+            raise self._no_step(step)
+        deltas: list[Link] = []
+        at = step
+        while at not in ends:
+            delta = self.deltas.get(at)
+            if delta is None:
+                raise self._no_way(step, at)
+            before = self.before(delta)
+            if before is None or not self.stands(delta):
+                raise self._broken(delta)
+            deltas.append(delta)
+            at = before
+        return deltas[::-1]
+
+    def _no_step(self, step: int) -> NotFound:
+        have = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+        return NotFound(
+            "the chain has no such step",
+            file=self.url,
+            step=step,
+            found=have,
+            hint=f"deltactl log {self.url}",
+        )
+
+    def _no_way(self, step: int, at: int) -> Malformed:
+        what = "no unbroken run of deltas leads to the step"
+        return Malformed(what, file=self.url, step=step, found=f"no delta to step {at}")
+
+    def _broken(self, delta: Link) -> Malformed:
+        before = self.before(delta)
+        present = before is not None and self.links_at(before)
+        return Malformed(
+            "the chain is broken: what the delta stands on is not there",
+            file=delta.name,
+            step=delta.step,
+            expected=f"step {before} with state {delta.base_state}",
+            found=f"state {self.state_at(before)}" if before is not None and present else "no link",
+            hint=f"deltactl verify {self.url} --level links",
+        )
+
+
+def read_chain(bucket: Bucket) -> Chain:
+    """Read the headers of all links, many at once. Raises what the bucket raises.
+
+    What is wrong with single links is in ``problems``; they are left out of ``links``.
+    """
+    candidates = _candidates(bucket.list())
+    with ThreadPoolExecutor(_READERS) as pool:
+        read = list(pool.map(lambda c: _read_link(bucket, *c), candidates))
+    links: list[Link] = []
+    problems: list[DeltactlError] = []
+    for outcome, _ in read:
+        if isinstance(outcome, Link):
+            links.append(outcome)
+        else:
+            problems.append(outcome)
+    problems += _twice(links)
+    return Chain(links, problems, sum(count for _, count in read), bucket.url)
+
+
+_Candidate = tuple[str, int, str, tuple[Object, ...]]
+
+
+def _candidates(objects: Iterable[Object]) -> list[_Candidate]:
+    """(kind, step, name of the object with the header, objects) of all that look like links.
+
+    A directory of an anchor without an index is one that was never finished, or is being written.
+    """
+    single: list[_Candidate] = []
+    members: dict[int, list[Object]] = {}
+    for item in objects:
+        match = _NAME.fullmatch(item.name)
+        if match is None:
+            continue
+        step = int(match["step"])
+        if match["kind"] == "delta" and item.name == delta_name(step):
+            single.append(("delta", step, item.name, (item,)))
+        elif match["kind"] == "anchor" and item.name == anchor_file_name(step):
+            single.append(("anchor", step, item.name, (item,)))
+        elif item.name.startswith(anchor_directory(step) + "/"):
+            members.setdefault(step, []).append(item)
+    for step, items in members.items():
+        index = f"{anchor_directory(step)}/{INDEX}"
+        if any(item.name == index for item in items):
+            single.append(("anchor", step, index, tuple(items)))
+    return single
+
+
+def _read_link(
+    bucket: Bucket, kind: str, step: int, name: str, objects: tuple[Object, ...]
+) -> tuple[Link | DeltactlError, int]:
+    """The link or what is wrong with it, and the bytes read."""
+    size = next(item.size for item in objects if item.name == name)
+    count = 0
+    try:
+        header: DeltaHeader | AnchorHeader
+        if name.endswith(INDEX):
+            raw = bucket.read(name, 0, size)
+            count = len(raw)
+            header = parse_anchor_index(raw, name)
+            objects = _anchor_objects(header, objects, name, step)
+        else:
+            parsed = read_remote_header(bucket, name, size)
+            count = len(parsed.raw)
+            header = (parse_delta if kind == "delta" else parse_anchor)(parsed, name)
+        if header.step is not None and header.step != step:
+            what = "the link's header names another step than its file's name"
+            raise Malformed(what, file=name, step=step, expected=step, found=header.step)
+    except DeltactlError as error:
+        error.step = step
+        return error, count
+    total = sum(item.size for item in objects)
+    return Link(step, kind, name, total, header, objects), count
+
+
+def read_remote_header(bucket: Bucket, name: str, size: int) -> Header:
+    """A safetensors header by range: one request for most, two for long ones."""
+    raw = bucket.read(name, 0, min(_HEAD, size))
+    length = min(header_length(raw, name), size)
+    if len(raw) < length:
+        raw += bucket.read(name, len(raw), length)
+    return parse_header(raw[:length], size, name)
+
+
+def _anchor_objects(
+    header: AnchorHeader, objects: tuple[Object, ...], index: str, step: int
+) -> tuple[Object, ...]:
+    """The objects that the index names, and the index; each has to be there in its size."""
+    directory = index.rsplit("/", 1)[0]
+    sizes = {item.name: item.size for item in objects}
+    found = [item for item in objects if item.name == index]
+    for file in header.files:
+        name = f"{directory}/{file.name}"
+        if sizes.get(name) != file.nbytes:
+            raise Malformed(
+                "a file of the anchor is missing or has another size",
+                file=name,
+                step=step,
+                expected=f"{file.nbytes} bytes",
+                found="no such object" if name not in sizes else f"{sizes[name]} bytes",
+            )
+        found.append(Object(name, file.nbytes))
+    return tuple(found)
+
+
+def _twice(links: list[Link]) -> list[DeltactlError]:
+    seen: set[tuple[int, str]] = set()
+    problems: list[DeltactlError] = []
+    for link in links:
+        if (link.step, link.kind) in seen:
+            what = f"the step has two {link.kind}s"
+            problems.append(Malformed(what, file=link.name, step=link.step))
+        seen.add((link.step, link.kind))
+    return problems

@@ -1,0 +1,331 @@
+"""Two checkpoints to a delta: compare, digest and encode in one pass over cache-sized chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from deltactl.core.bits import Bits, Bytes, Positions, changed, element_bytes, elements, touch_sum
+from deltactl.core.checkpoint import Checkpoint, Tensor
+from deltactl.core.delta import DENSE
+from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.encoding import DEFAULT, encoding_named
+from deltactl.core.encoding.base import BLOCK, EncodedBlock, Encoding, Part, Target
+from deltactl.core.files import Spool, atomic_file
+from deltactl.core.header import (
+    FORMAT_VERSION,
+    HEADER_DIGEST,
+    PLACEHOLDER,
+    PREFIX,
+    TRL_FORMAT,
+    Record,
+    record_to_json,
+    seal,
+    table_text,
+    utf8,
+)
+from deltactl.core.parallel import Meter, hash_threads, map_largest_first
+from deltactl.core.progress import Progress, silent
+from deltactl.core.safetensors_io import DTYPE_BITS, make_header
+
+_CHUNK = 1 << 20  # bytes of each checkpoint looked at together: both fit a core's share of cache
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """What ``diff`` found. Sizes in bytes; ``records`` in order of name."""
+
+    encoding: str
+    base_state: str
+    result_state: str
+    total_elements: int
+    changed_elements: int
+    delta_bytes: int
+    checkpoint_bytes: int
+    records: tuple[Record, ...]
+    result_tensors: tuple[TensorState, ...]
+
+    @property
+    def identical(self) -> bool:
+        return self.base_state == self.result_state
+
+    @property
+    def sparsity(self) -> float:
+        """Share of the result's elements that keep their bits; 1.0 where nothing changed."""
+        return 1 - self.changed_elements / self.total_elements if self.total_elements else 1.0
+
+    @property
+    def bytes_per_changed_element(self) -> float | None:
+        return self.delta_bytes / self.changed_elements if self.changed_elements else None
+
+    @property
+    def times_smaller(self) -> float:
+        """The whole checkpoint's tensors over the delta."""
+        return self.checkpoint_bytes / self.delta_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """One tensor's outcome: its state on each side, and how the delta carries it, if at all."""
+
+    before: TensorState | None
+    after: TensorState | None
+    record: Record | None
+    parts: tuple[Part, ...]
+
+
+def diff(
+    base: Checkpoint,
+    result: Checkpoint,
+    out: Path | IO[bytes] | None,
+    *,
+    encoding: str = DEFAULT,
+    step: int | None = None,
+    base_step: int | None = None,
+    progress: Progress = silent,
+) -> DiffReport:
+    """Make the delta that leads from ``base`` to ``result``.
+
+    Written to ``out``, a path (which gets it whole or not at all) or an open file; with None it is only
+    measured. ``step`` and ``base_step`` are the model versions to write into its header. Raises
+    UsageError for an unknown encoding.
+    """
+    codec = encoding_named(encoding)
+    names = sorted({*base.tensors, *result.tensors}, key=utf8)
+    sizes = [_bytes_to_read(base, result, name) for name in names]
+    meter = Meter(progress, "comparing", sum(sizes))
+    threads = {n: hash_threads(s, sizes) for n, s in zip(names, sizes, strict=True)}
+    with Spool() as spool:
+
+        def work(name: str) -> _Compared:
+            before, after = base.tensors.get(name), result.tensors.get(name)
+            return _compare(before, after, codec, spool, threads[name], meter)
+
+        size_of = dict(zip(names, sizes, strict=True))
+        compared = map_largest_first(work, names, size_of.__getitem__)
+        report = _report(base, result, codec.name, compared)
+        writer = _Writer(report, compared, step, base_step)
+        target = atomic_file(out) if isinstance(out, Path) else nullcontext(out)
+        with target as file:
+            return replace(report, delta_bytes=writer.write(file))
+
+
+def _bytes_to_read(base: Checkpoint, result: Checkpoint, name: str) -> int:
+    return sum(c.tensors[name].nbytes for c in (base, result) if name in c.tensors)
+
+
+def _compare(
+    before: Tensor | None,
+    after: Tensor | None,
+    codec: Encoding,
+    spool: Spool,
+    threads: int,
+    meter: Meter,
+) -> _Compared:
+    if before is not None and after is not None:
+        if (before.dtype, before.shape) == (after.dtype, after.shape):
+            return _Comparison(before, after, codec, spool, threads, meter).run()
+    old = _digested(before, threads, meter)
+    new = _digested(after, threads, meter)
+    if after is None or new is None:
+        assert before is not None
+        return _Compared(old, None, Record(before.name, "removed", before.dtype, before.shape, 0), ())
+    count = after.nbytes // element_bytes(after.dtype)
+    record = Record(after.name, "added", after.dtype, after.shape, count, new.digest)
+    if before is not None:
+        record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
+    return _Compared(old, new, record, (_dense(after),))
+
+
+def _digested(tensor: Tensor | None, threads: int, meter: Meter) -> TensorState | None:
+    if tensor is None:
+        return None
+    digest = hasher(threads)
+    for piece in _pieces(tensor.data):
+        digest.update(piece)
+        meter.add(piece.size)
+    return TensorState(tensor.name, tensor.dtype, tensor.shape, digest.hexdigest())
+
+
+def _pieces(data: Bytes) -> Iterator[Bytes]:
+    for at in range(0, data.size, _CHUNK):
+        yield data[at : at + _CHUNK]
+
+
+def _dense(tensor: Tensor) -> Part:
+    pieces = (piece.tobytes() for piece in _pieces(tensor.data))
+    return Part(DENSE, tensor.dtype, tensor.shape, pieces)
+
+
+class _Comparison:
+    """One tensor that both checkpoints have, with one dtype and shape."""
+
+    def __init__(
+        self,
+        before: Tensor,
+        after: Tensor,
+        codec: Encoding,
+        spool: Spool,
+        threads: int,
+        meter: Meter,
+    ) -> None:
+        self._before, self._after = before, after
+        self._codec, self._spool, self._meter = codec, spool, meter
+        self._old_hash, self._new_hash = hasher(threads), hasher(threads)
+        self._old = elements(before.data, before.dtype)
+        self._new = elements(after.data, after.dtype)
+        self._blocks: list[EncodedBlock] = []
+        self._old_sum = self._new_sum = 0
+
+    def run(self) -> _Compared:
+        for start in range(0, self._old.size, BLOCK):
+            self._block(start)
+        old = self._state(self._before, self._old_hash)
+        new = self._state(self._after, self._new_hash)
+        if not self._blocks:
+            return _Compared(old, new, None, ())
+        return _Compared(old, new, *self._record(new))
+
+    @staticmethod
+    def _state(tensor: Tensor, digest: Any) -> TensorState:
+        return TensorState(tensor.name, tensor.dtype, tensor.shape, digest.hexdigest())
+
+    def _block(self, start: int) -> None:
+        """Digest and compare one block chunk by chunk, then encode what changed in it."""
+        stop = min(start + BLOCK, self._old.size)
+        chunk = _CHUNK // self._old.itemsize
+        found = []
+        for at in range(start, stop, chunk):
+            end = min(at + chunk, stop)
+            positions = self._chunk(self._old[at:end], self._new[at:end])
+            if positions.size:
+                found.append(positions + (at - start))
+        if not found:
+            return
+        positions = found[0] if len(found) == 1 else np.concatenate(found)
+        old, new = self._old[start:stop].take(positions), self._new[start:stop].take(positions)
+        self._old_sum += touch_sum(positions + start, old)
+        self._new_sum += touch_sum(positions + start, new)
+        streams = self._codec.encode(positions, old, new, self._before.dtype)
+        segments = tuple(map(self._spool.append, streams))
+        self._blocks.append(EncodedBlock(start // BLOCK, positions.size, segments))
+
+    def _chunk(self, old: Bits, new: Bits) -> Positions:
+        self._old_hash.update(old.view(np.uint8))
+        self._new_hash.update(new.view(np.uint8))
+        self._meter.add(old.nbytes + new.nbytes)
+        return changed(old, new)
+
+    def _record(self, new: TensorState) -> tuple[Record, tuple[Part, ...]]:
+        tensor = self._after
+        count = sum(block.count for block in self._blocks)
+        target = Target("", tensor.name, tensor.dtype, self._old.size)
+        parts = self._codec.parts(target, self._blocks, self._spool)
+        record = Record(tensor.name, "sparse", tensor.dtype, tensor.shape, count, new.digest)
+        if sum(map(_size, parts)) >= tensor.nbytes:
+            return replace(record, kind="dense"), (_dense(tensor),)
+        old_sum, new_sum = self._old_sum % (1 << 64), self._new_sum % (1 << 64)
+        return replace(record, old_sum=old_sum, new_sum=new_sum), parts
+
+
+def _size(part: Part) -> int:
+    bits = DTYPE_BITS[part.dtype]
+    for n in part.shape:
+        bits *= n
+    return bits // 8
+
+
+def _report(
+    base: Checkpoint, result: Checkpoint, encoding: str, compared: Iterable[_Compared]
+) -> DiffReport:
+    compared = list(compared)
+    after = tuple(c.after for c in compared if c.after is not None)
+    records = tuple(
+        replace(c.record, nbytes=sum(map(_size, c.parts))) for c in compared if c.record is not None
+    )
+    return DiffReport(
+        encoding=encoding,
+        base_state=state_digest(c.before for c in compared if c.before is not None),
+        result_state=state_digest(after),
+        total_elements=result.total_elements,
+        changed_elements=sum(record.changed for record in records),
+        delta_bytes=0,
+        checkpoint_bytes=result.nbytes,
+        records=records,
+        result_tensors=after,
+    )
+
+
+class _Writer:
+    """Lays the file out, and writes the header last, when the payload's digest is known."""
+
+    def __init__(
+        self,
+        report: DiffReport,
+        compared: Iterable[_Compared],
+        step: int | None,
+        base_step: int | None,
+    ) -> None:
+        self._metadata = delta_metadata(report, step, base_step)
+        keyed = [
+            (c.record.name + part.suffix, part)
+            for c in compared
+            if c.record is not None
+            for part in c.parts
+        ]
+        # Widest elements first, so that each entry is aligned to its own width.
+        self._parts = sorted(keyed, key=lambda kp: (-DTYPE_BITS[kp[1].dtype], utf8(kp[0])))
+
+    def _header(self, payload_digest: str) -> bytes:
+        entries = [(key, part.dtype, part.shape) for key, part in self._parts]
+        metadata = self._metadata | {PREFIX + "payload_digest": payload_digest}
+        return make_header(entries, metadata)
+
+    def write(self, file: IO[bytes] | None) -> int:
+        """Write the delta where ``file`` stands, if there is one; returns its size in bytes."""
+        size = len(self._header(PLACEHOLDER)) + sum(_size(part) for _, part in self._parts)
+        if file is None:
+            return size
+        start = file.tell()
+        file.write(self._header(PLACEHOLDER))
+        digest = hasher()
+        for _, part in self._parts:
+            for piece in part.pieces:
+                digest.update(piece)
+                file.write(piece)
+        end = file.tell()
+        file.seek(start)
+        file.write(seal(self._header(digest.hexdigest())))
+        file.seek(end)
+        return end - start
+
+
+def delta_metadata(
+    report: DiffReport, step: int | None, base_step: int | None
+) -> dict[str, str]:
+    """The metadata of a delta but for the payload's digest; the header's own is a placeholder."""
+    metadata = {
+        "format": TRL_FORMAT,
+        "version": "1",
+        "sparse": "True",
+        "encoding": report.encoding,
+        "num_changed_params": str(len(report.records)),
+        "total_changed_elements": str(report.changed_elements),
+        "total_elements": str(report.total_elements),
+        "sparsity": repr(report.sparsity),
+        PREFIX + "format": FORMAT_VERSION,
+        PREFIX + "base_state": report.base_state,
+        PREFIX + "result_state": report.result_state,
+        PREFIX + "tensors": table_text(map(record_to_json, report.records)),
+        HEADER_DIGEST: PLACEHOLDER,
+    }
+    if step is not None:
+        metadata["model_version"] = str(step)
+    if base_step is not None:
+        metadata["prev_model_version"] = str(base_step)
+    return metadata

@@ -1,0 +1,52 @@
+"""Digests: of a tensor, and of a state, the identity of a checkpoint's content."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+
+HEX_DIGITS = 64
+"""Digits of a digest: BLAKE3's 32 bytes in lower-case hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """What of one tensor enters the state: its name, dtype, shape and the digest of its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+def hasher(threads: int = 1) -> Any:
+    """A new BLAKE3 hasher: ``update(bytes-like)``, ``hexdigest()``."""
+    return blake3(max_threads=threads)
+
+
+def state_digest(tensors: Iterable[TensorState]) -> str:
+    """The digest of a state, 64 hexadecimal digits.
+
+    BLAKE3 over the tensors in order of the UTF-8 bytes of their names, each as: length of the name
+    and the name, length of the dtype and the dtype, number of dimensions and the dimensions, 32 bytes
+    of digest; every number 8 bytes little-endian. The lengths keep two different states from sharing
+    one stream of bytes. Names of files and shards do not enter.
+    """
+    state = blake3()
+    for name, tensor in sorted(((t.name.encode(), t) for t in tensors), key=lambda pair: pair[0]):
+        dtype = tensor.dtype.encode()
+        state.update(struct.pack("<Q", len(name)) + name + struct.pack("<Q", len(dtype)) + dtype)
+        state.update(struct.pack(f"<{1 + len(tensor.shape)}Q", len(tensor.shape), *tensor.shape))
+        state.update(bytes.fromhex(tensor.digest))
+    return state.hexdigest()
+
+
+def is_digest(text: object) -> bool:
+    """Whether ``text`` is 64 lower-case hexadecimal digits."""
+    return (
+        isinstance(text, str) and len(text) == HEX_DIGITS and not set(text) - set("0123456789abcdef")
+    )

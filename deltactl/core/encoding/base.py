@@ -1,0 +1,110 @@
+"""What every encoding of a sparse tensor offers: blocks encoded one by one, parts, a decoder.
+
+A tensor's elements are cut into blocks of BLOCK elements. While two checkpoints are compared each
+block with changes is encoded for itself, in any order and on any thread (``encode``); when all
+blocks are known the encoding turns them into the parts of the tensor in the delta (``parts``).
+Reading goes the same way: ``decoder`` checks the parts against the tensor, and its ``block`` gives
+one block's changes, so that no reader holds more than a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from deltactl.core.bits import Bits, Bytes, Positions
+from deltactl.core.files import Segment, Spool
+
+BLOCK = 1 << 22
+"""Elements a block. Large enough that a block's own tables cost less than a hundredth, small enough
+to bound memory and to spread one tensor over many cores."""
+
+
+def block_count(elements: int) -> int:
+    """Blocks of a tensor of ``elements`` elements."""
+    return -(-elements // BLOCK)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedBlock:
+    """The changes of one block: its number, how many they are, and the encoding's streams."""
+
+    number: int
+    count: int
+    streams: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a delta file: key ``name + suffix``, dtype, shape, and its bytes in pieces."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Iterable[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part as read from a file: dtype, shape and the mapped bytes, shape (n,)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The tensor that changes belong to; ``file`` and ``name`` are for messages."""
+
+    file: str
+    name: str
+    dtype: str
+    elements: int
+
+
+class Decoder(Protocol):
+    """One tensor's changes, block by block."""
+
+    count: int
+    """Changed elements of the whole tensor."""
+
+    def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
+        """Positions within the block, strictly rising, and the new bits, both of shape (k,).
+
+        ``base``: the block's elements in the state before, shape (up to BLOCK,); encodings that do not
+        need the base only take its length. Every position is below that length. Raises Malformed.
+        """
+        ...
+
+    def positions(self, number: int, length: int) -> Positions:
+        """The positions alone, for a block of ``length`` elements; needs no base."""
+        ...
+
+
+class Encoding(Protocol):
+    """One way to write a sparse tensor."""
+
+    name: str
+    suffixes: tuple[str, ...]
+
+    def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
+        """The streams of one block: positions within it (k,), k > 0, and the bits before and after."""
+        ...
+
+    def parts(
+        self, target: Target, blocks: Sequence[EncodedBlock], spool: Spool
+    ) -> tuple[Part, ...]:
+        """The tensor's parts, from all blocks that have changes, in order of their numbers."""
+        ...
+
+    def decoder(self, target: Target, parts: Mapping[str, StoredPart]) -> Decoder:
+        """Check ``parts`` (by suffix) and open them. Raises Malformed."""
+        ...
+
+
+def concatenated(spool: Spool, blocks: Sequence[EncodedBlock], stream: int) -> Iterator[bytes]:
+    """One stream of every block, in order."""
+    for block in blocks:
+        yield spool.read(block.streams[stream])

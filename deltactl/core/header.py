@@ -1,0 +1,255 @@
+"""What a link's metadata says: TRL's keys, ours, and the digest that guards the header itself.
+
+All values are strings. Ours begin with ``deltactl.``; a header that has one of them has to have all
+that its kind needs. man/deltactl-format.5 is the specification.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
+
+from deltactl.core.bits import element_bytes
+from deltactl.core.digest import HEX_DIGITS, TensorState, hasher, is_digest
+from deltactl.core.errors import Malformed, Unsupported
+from deltactl.core.safetensors_io import DTYPE_BITS, nbytes_of
+
+FORMAT_VERSION = "1"
+PREFIX = "deltactl."
+TRL_FORMAT = "sparse_weight_patch"
+HEADER_DIGEST = PREFIX + "header_digest"
+PLACEHOLDER = "0" * HEX_DIGITS
+
+Kind = Literal["sparse", "dense", "added", "removed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One tensor that a delta changes.
+
+    ``dtype`` and ``shape`` are the result's (the base's for a removed one); ``base_dtype`` and
+    ``base_shape`` are set where the base's differ. ``changed`` counts elements; ``digest`` is that of
+    the whole new tensor, ``old_sum`` and ``new_sum`` are touch sums over the changed elements, for
+    sparse ones alone. ``nbytes`` is what the tensor takes in the delta. TRL's deltas have no digests,
+    no sums, and no shape: then ``shape`` is None and ``dtype`` may be.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    changed: int
+    digest: str | None = None
+    old_sum: int | None = None
+    new_sum: int | None = None
+    base_dtype: str | None = None
+    base_shape: tuple[int, ...] | None = None
+    nbytes: int = 0
+
+    @property
+    def elements(self) -> int | None:
+        """Elements of the result's tensor (of the base's for a removed one); None: not known."""
+        if self.dtype is None or self.shape is None:
+            return None
+        return nbytes_of(self.dtype, self.shape) // element_bytes(self.dtype)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the delta carries all of the tensor."""
+        return self.kind in ("dense", "added")
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the base has a tensor of this name with another dtype or shape."""
+        return self.base_dtype is not None
+
+
+def utf8(name: str) -> bytes:
+    """The sort key of names, everywhere."""
+    return name.encode()
+
+
+def record_to_json(record: Record) -> dict[str, Any]:
+    """One row of ``deltactl.tensors`` of a delta."""
+    row: dict[str, Any] = {
+        "name": record.name,
+        "kind": record.kind,
+        "dtype": record.dtype,
+        "shape": list(record.shape or ()),
+    }
+    if record.kind != "removed":
+        row |= {"changed": record.changed, "digest": record.digest}
+    if record.kind == "sparse":
+        row |= {"old": f"{record.old_sum:016x}", "new": f"{record.new_sum:016x}"}
+    if record.base_dtype is not None and record.base_shape is not None:
+        row["base"] = {"dtype": record.base_dtype, "shape": list(record.base_shape)}
+    return row
+
+
+def record_from_json(row: object, file: object) -> Record:
+    """Check and read one row. Raises Malformed."""
+    name = row.get("name") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not isinstance(name, str):
+        raise Malformed("a row of the header's tensor table has no name", file=file)
+
+    def need(good: object, key: str) -> None:
+        if not good:
+            what = f"the tensor table's {key!r} is malformed"
+            raise Malformed(what, file=file, tensor=name, found=row.get(key))
+
+    kind = row.get("kind")
+    need(kind in ("sparse", "dense", "added", "removed"), "kind")
+    dtype, shape = _dtype_and_shape(row, name, file)
+    record = Record(name, cast(Kind, kind), dtype, shape, 0)
+    if kind == "removed":
+        return record
+    need(is_digest(row.get("digest")), "digest")
+    changed = row.get("changed")
+    need(type(changed) is int and 0 <= changed <= (record.elements or 0), "changed")
+    record = replace(record, changed=cast(int, changed), digest=row["digest"])
+    if kind == "sparse":
+        for key in ("old", "new"):
+            need(re.fullmatch("[0-9a-f]{16}", str(row.get(key))), key)
+        record = replace(record, old_sum=int(row["old"], 16), new_sum=int(row["new"], 16))
+    if "base" in row:
+        need(kind == "dense" and isinstance(row["base"], dict), "base")
+        base_dtype, base_shape = _dtype_and_shape(row["base"], name, file)
+        record = replace(record, base_dtype=base_dtype, base_shape=base_shape)
+    return record
+
+
+def _dtype_and_shape(
+    row: Mapping[str, Any], name: str, file: object
+) -> tuple[str, tuple[int, ...]]:
+    dtype, shape = row.get("dtype"), row.get("shape")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise Malformed("unknown dtype in the tensor table", file=file, tensor=name, found=dtype)
+    sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+    try:
+        if not sizes or nbytes_of(dtype, shape or ()) >= 1 << 63:
+            raise ValueError
+    except ValueError:
+        what = "the shape in the tensor table is malformed"
+        raise Malformed(what, file=file, tensor=name, found=shape) from None
+    return dtype, tuple(shape or ())
+
+
+def state_to_json(tensor: TensorState) -> dict[str, Any]:
+    """One row of ``deltactl.tensors`` of an anchor."""
+    return {
+        "name": tensor.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "digest": tensor.digest,
+    }
+
+
+def state_from_json(row: object, file: object) -> TensorState:
+    """Check and read one row. Raises Malformed."""
+    if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+        raise Malformed("a row of the header's tensor table has no name", file=file)
+    dtype, shape = _dtype_and_shape(row, row["name"], file)
+    if not is_digest(row.get("digest")):
+        what = "the tensor table's 'digest' is malformed"
+        raise Malformed(what, file=file, tensor=row["name"], found=row.get("digest"))
+    return TensorState(row["name"], dtype, shape, row["digest"])
+
+
+def table_text(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The value of ``deltactl.tensors``."""
+    return json.dumps(list(rows), separators=(",", ":"), ensure_ascii=False)
+
+
+def table_rows(text: str, file: object) -> list[Any]:
+    """The rows of ``deltactl.tensors``. Raises Malformed."""
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError):
+        rows = None
+    if not isinstance(rows, list):
+        raise Malformed("the header's tensor table is no JSON list", file=file)
+    return rows
+
+
+def in_order(names: list[str], file: object) -> None:
+    """Raise Malformed unless the names of a table rise strictly by their UTF-8 bytes."""
+    try:
+        keys = [utf8(name) for name in names]
+    except UnicodeEncodeError:
+        raise Malformed("a name in the tensor table is no text", file=file) from None
+    for before, after in zip(keys, keys[1:], strict=False):
+        if before >= after:
+            what = "the tensor table is not in order of names"
+            raise Malformed(what, file=file, tensor=after.decode())
+
+
+def is_ours(metadata: Mapping[str, object]) -> bool:
+    """Whether any key is ours; such a header has to be whole."""
+    return any(key.startswith(PREFIX) for key in metadata)
+
+
+def need_digest(metadata: Mapping[str, object], key: str, file: object) -> str:
+    """The digest under ``key``. Raises Malformed."""
+    value = metadata.get(PREFIX + key)
+    if not isinstance(value, str) or not is_digest(value):
+        raise Malformed(f"the header has no sound {PREFIX + key}", file=file, found=value)
+    return value
+
+
+def need_count(metadata: Mapping[str, object], key: str, file: object) -> int:
+    """The non-negative integer that TRL's ``key`` spells. Raises Malformed."""
+    value = metadata.get(key)
+    if not isinstance(value, str) or not re.fullmatch("0|[1-9][0-9]{0,17}", value):
+        raise Malformed(f"the header has no sound {key}", file=file, found=value)
+    return int(value)
+
+
+def check_version(metadata: Mapping[str, object], file: object) -> None:
+    """Raise Unsupported for a later format, Malformed for none."""
+    version = metadata.get(PREFIX + "format")
+    if version == FORMAT_VERSION:
+        return
+    if isinstance(version, str) and re.fullmatch("[1-9][0-9]{0,5}", version):
+        raise Unsupported(
+            "the link has a later format",
+            file=file,
+            expected=f"format {FORMAT_VERSION}",
+            found=f"format {version}",
+            hint="pip install --upgrade deltactl",
+        )
+    raise Malformed("the header has no sound deltactl.format", file=file, found=version)
+
+
+def seal(raw: bytes) -> bytes:
+    """Put the header's own digest in the place that PLACEHOLDER holds for it.
+
+    ``raw``: all bytes of the header (of an index, all bytes of the file), compact JSON, in which the
+    value of ``deltactl.header_digest`` is 64 zeros.
+    """
+    at = _digest_place(raw, PLACEHOLDER)
+    if at is None:
+        raise ValueError("no place for the header's digest")
+    digest: bytes = hasher().update(raw).hexdigest().encode()
+    return raw[:at] + digest + raw[at + HEX_DIGITS :]
+
+
+def check_seal(raw: bytes, metadata: Mapping[str, object], file: object) -> None:
+    """Raise Malformed unless the header's bytes have the digest that they name."""
+    expected = need_digest(metadata, "header_digest", file)
+    at = _digest_place(raw, expected)
+    if at is None:
+        raise Malformed("the header's digest stands in no place of its own", file=file)
+    found = hasher().update(raw[:at] + PLACEHOLDER.encode() + raw[at + HEX_DIGITS :]).hexdigest()
+    if found != expected:
+        what = "the header does not have the digest that it names"
+        raise Malformed(what, file=file, expected=expected, found=found)
+
+
+def _digest_place(raw: bytes, digest: str) -> int | None:
+    """Where the digest's digits begin, if it stands exactly once."""
+    key = f'"{HEADER_DIGEST}":"'.encode()
+    text = key + digest.encode() + b'"'
+    return raw.index(text) + len(key) if raw.count(text) == 1 else None

@@ -1,0 +1,34 @@
+"""The state of a checkpoint on disk."""
+
+from __future__ import annotations
+
+from deltactl.core.checkpoint import Checkpoint, Tensor
+from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.parallel import Meter, hash_threads, map_largest_first
+from deltactl.core.progress import Progress, silent
+
+_CHUNK = 1 << 22
+
+
+def tensor_states(
+    checkpoint: Checkpoint, *, progress: Progress = silent, what: str = "hashing"
+) -> tuple[TensorState, ...]:
+    """The digests of all tensors, in order of name; reads every byte, on all cores."""
+    tensors = list(checkpoint.tensors.values())
+    sizes = [tensor.nbytes for tensor in tensors]
+    meter = Meter(progress, what, sum(sizes))
+
+    def digest(tensor: Tensor) -> TensorState:
+        found = hasher(hash_threads(tensor.nbytes, sizes))
+        for at in range(0, tensor.nbytes, _CHUNK):
+            piece = tensor.data[at : at + _CHUNK]
+            found.update(piece)
+            meter.add(piece.size)
+        return TensorState(tensor.name, tensor.dtype, tensor.shape, found.hexdigest())
+
+    return tuple(map_largest_first(digest, tensors, lambda tensor: tensor.nbytes))
+
+
+def state_of(checkpoint: Checkpoint, *, progress: Progress = silent) -> str:
+    """The state digest of a checkpoint; reads every byte."""
+    return state_digest(tensor_states(checkpoint, progress=progress))

@@ -1,0 +1,416 @@
+"""A checkpoint, or a delta made before, becomes the next step of a chain."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deltactl.core.anchor import is_plain_path
+from deltactl.core.cache import tip_cache
+from deltactl.core.chain import (
+    Chain,
+    anchor_directory,
+    anchor_file_name,
+    delta_name,
+    read_chain,
+)
+from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.delta import DeltaHeader, open_delta, parse_delta
+from deltactl.core.diff import DiffReport, diff
+from deltactl.core.digest import state_digest
+from deltactl.core.encoding import DEFAULT, encoding_named
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.files import atomic_directory
+from deltactl.core.header import HEADER_DIGEST, PLACEHOLDER, seal
+from deltactl.core.identity import state_of, tensor_states
+from deltactl.core.progress import Progress, silent
+from deltactl.core.pull import materialize
+from deltactl.core.safetensors_io import make_header, read_header
+from deltactl.core.snapshot import Snapshot, put_files, take_snapshot
+from deltactl.core.store import Bucket
+
+ANCHOR_EVERY = 10
+"""TRL's cadence: the first step, and every tenth, is an anchor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What ``push`` did, or with ``dry_run`` would do. ``kind``: the link that the step is known by;
+    ``bytes``: of all objects that were written; ``files``: their names. An anchor's step has its delta
+    too. ``written``: False where the step was there already with the same content."""
+
+    step: int
+    kind: str
+    bytes: int
+    state: str
+    written: bool
+    changed_elements: int | None
+    total_elements: int
+    dry_run: bool
+    files: tuple[str, ...]
+
+
+def push(
+    source: Path,
+    bucket: Bucket,
+    *,
+    step: int | None = None,
+    anchor_every: int = ANCHOR_EVERY,
+    base: Path | None = None,
+    encoding: str = DEFAULT,
+    dry_run: bool = False,
+    progress: Progress = silent,
+) -> PushReport:
+    """Publish a checkpoint, or a delta file, as ``step`` (by default the one after the tip).
+
+    The first push is an anchor. Later ones are a delta against the tip, which is kept in a local cache,
+    or is at ``base``; a step at or past the next multiple of ``anchor_every`` is an anchor as well (0:
+    never). Delta first, so that the chain is whole at every moment. A step that is there with the same
+    state is left as it is. Raises Conflict for one with another state, for a step below the tip, and
+    for a base that is not the tip; and what the bucket raises.
+    """
+    encoding_named(encoding)
+    if step is not None and step < 0:
+        raise UsageError("a step is not negative", found=step)
+    if anchor_every < 0:
+        raise UsageError("the cadence of anchors is not negative", found=anchor_every)
+    with tip_cache(bucket.url) as cached:
+        try:
+            chain = read_chain(bucket)
+        except NotFound:
+            chain = Chain((), url=bucket.url)
+        publisher = _Publisher(bucket, chain, cached, anchor_every, encoding, dry_run, progress)
+        if _is_delta(source):
+            if base is not None:
+                raise UsageError("a delta needs no --base: it names its own", file=source)
+            return publisher.push_delta(source, step)
+        return publisher.push_checkpoint(source, step, base)
+
+
+def _is_delta(source: Path) -> bool:
+    """Whether a file is a delta: it says so; a checkpoint that cannot be read says nothing here."""
+    if not source.is_file() or source.suffix in (".bin", ".pt", ".pth"):
+        return False
+    metadata = read_header(source).metadata
+    return metadata.get("sparse") == "True" or "deltactl.base_state" in metadata
+
+
+class _Publisher:
+    def __init__(
+        self,
+        bucket: Bucket,
+        chain: Chain,
+        cached: Path,
+        anchor_every: int,
+        encoding: str,
+        dry_run: bool,
+        progress: Progress,
+    ) -> None:
+        self._bucket, self._chain, self._cached = bucket, chain, cached
+        self._anchor_every, self._encoding = anchor_every, encoding
+        self._dry_run, self._progress = dry_run, progress
+
+    # The step and its place in the chain.
+
+    def _next_step(self, step: int | None) -> int:
+        """The step to write. Raises Conflict if it is not above the tip, or the chain is broken."""
+        chain = self._chain
+        newest = chain.steps[-1] if chain.steps else None
+        if chain.problems or newest != chain.tip:
+            raise Conflict(
+                "the chain is broken, nothing can be put on its end",
+                file=chain.url,
+                step=newest,
+                hint=f"deltactl verify {chain.url}",
+            )
+        if newest is not None and chain.state_at(newest) is None:
+            raise UsageError(
+                "the chain's links carry no digests that a delta could stand on",
+                file=chain.url,
+                step=newest,
+                hint="push into a new bucket",
+            )
+        if step is None:
+            return 1 if newest is None else newest + 1
+        if newest is not None and step <= newest:
+            raise Conflict(
+                "the step is not above the tip",
+                file=chain.url,
+                expected=f"step {newest + 1} or above",
+                found=f"step {step}",
+                hint=f"deltactl log {chain.url}",
+            )
+        return step
+
+    def _anchor_due(self, step: int) -> bool:
+        """TRL's rule, step % N == 0, also where steps are skipped: a multiple of N was reached."""
+        if not self._chain.anchors:
+            return True
+        if not self._anchor_every:
+            return False
+        return step // self._anchor_every > max(self._chain.anchors) // self._anchor_every
+
+    def _same_step(self, step: int, state: str, total_elements: int) -> PushReport:
+        """The report for a step that is there with this state. Raises Conflict for another."""
+        links = self._chain.links_at(step)
+        if links[0].result_state != state:
+            raise Conflict(
+                "the step is there with other content",
+                file=links[0].name,
+                step=step,
+                expected=f"state {links[0].result_state}",
+                found=f"state {state}",
+                hint=f"deltactl log {self._chain.url}",
+            )
+        report = PushReport(
+            step, links[-1].kind, 0, state, False, None, total_elements, self._dry_run, ()
+        )
+        return replace(report, changed_elements=links[0].changed_elements)
+
+    # A checkpoint.
+
+    def push_checkpoint(self, source: Path, step: int | None, base: Path | None) -> PushReport:
+        with open_checkpoint(source) as checkpoint:
+            _check_aux_names(checkpoint)
+            if step is not None and self._chain.links_at(step):
+                state = state_of(checkpoint, progress=self._progress)
+                report = self._same_step(step, state, checkpoint.total_elements)
+                return self._finish_anchor(checkpoint, report)
+            step = self._next_step(step)
+            if self._chain.tip is None:
+                return self._first_anchor(checkpoint, step, keep=base is None)
+            with self._scratch() as scratch:
+                delta = scratch / "delta"
+                found = self._diff(checkpoint, base, delta, step)
+                report = _delta_report(found, step, self._dry_run)
+                if not self._dry_run:
+                    self._put(delta_name(step), delta, step, found.result_state)
+            due = self._anchor_due(step)
+            if due or base is None:
+                report = self._snapshot(checkpoint, report, anchor=due, keep=base is None)
+            return report
+
+    def _finish_anchor(self, checkpoint: Checkpoint, report: PushReport) -> PushReport:
+        """An anchor that a push did not live to write is written when the step is pushed again."""
+        if report.step in self._chain.anchors or not self._anchor_due(report.step):
+            return report
+        return self._snapshot(checkpoint, replace(report, written=True), anchor=True, keep=False)
+
+    def _first_anchor(self, checkpoint: Checkpoint, step: int, keep: bool) -> PushReport:
+        report = PushReport(
+            step, "anchor", 0, "", True, None, checkpoint.total_elements, self._dry_run, ()
+        )
+        if self._dry_run:
+            state = state_digest(tensor_states(checkpoint, progress=self._progress))
+            report = replace(report, state=state)
+        return self._snapshot(checkpoint, report, anchor=True, keep=keep)
+
+    def _diff(self, result: Checkpoint, base: Path | None, out: Path, step: int) -> DiffReport:
+        """The delta from the tip. Raises Conflict if ``base`` is not the tip."""
+        tip = self._chain.tip
+        assert tip is not None
+        expected = self._chain.state_at(tip)
+        if base is None:
+            with contextlib.suppress(DeltactlError):  # missing, torn, or of another step
+                found = self._diff_from(self._cached, result, out, step, tip)
+                if found.base_state == expected:
+                    return found
+            self._refresh_cache(tip)
+        found = self._diff_from(base or self._cached, result, out, step, tip)
+        if expected is not None and found.base_state != expected:
+            raise Conflict(
+                "the base is not the chain's tip",
+                file=base or self._cached,
+                step=tip,
+                expected=f"state {expected}",
+                found=f"state {found.base_state}",
+                hint=f"deltactl pull {self._chain.url} DEST --step {tip}",
+            )
+        return found
+
+    def _diff_from(
+        self, base: Path, result: Checkpoint, out: Path, step: int, tip: int
+    ) -> DiffReport:
+        with open_checkpoint(base) as opened:
+            return diff(
+                opened,
+                result,
+                out,
+                encoding=self._encoding,
+                step=step,
+                base_step=tip,
+                progress=self._progress,
+            )
+
+    def _refresh_cache(self, step: int) -> None:
+        """Rebuild a step in the cache, from what it holds where that is of the chain."""
+        try:
+            materialize(self._bucket, self._chain, self._cached, step=step, progress=self._progress)
+        except (Conflict, UsageError):  # of another chain, or nothing that pull would replace
+            shutil.rmtree(self._cached)
+            materialize(self._bucket, self._chain, self._cached, step=step, progress=self._progress)
+
+    # A delta.
+
+    def push_delta(self, source: Path, step: int | None) -> PushReport:
+        delta = open_delta(source)
+        header = delta.header
+        if header.dialect != "deltactl":
+            what = "only deltas that name their base and result can be pushed"
+            raise UsageError(what, file=source, hint="push the checkpoint instead")
+        delta.check_payload()
+        total, result_state = header.total_elements or 0, str(header.result_state)
+        step = header.step if step is None else step
+        if step is not None and self._chain.links_at(step):
+            return self._same_step(step, result_state, total)
+        step = self._next_step(step)
+        self._check_on_tip(header)
+        tip = self._chain.tip
+        assert tip is not None
+        with self._scratch() as scratch:
+            out = scratch / "delta"
+            size = _restamped(source, out, step, tip)
+            report = PushReport(
+                step=step,
+                kind="delta",
+                bytes=size,
+                state=result_state,
+                written=True,
+                changed_elements=header.changed_elements,
+                total_elements=total,
+                dry_run=self._dry_run,
+                files=(delta_name(step),),
+            )
+            if not self._dry_run:
+                self._put(delta_name(step), out, step, result_state)
+        if self._anchor_due(step) and not self._dry_run:
+            self._chain = read_chain(self._bucket)
+            self._refresh_cache(step)
+            with open_checkpoint(self._cached) as checkpoint:
+                return self._snapshot(checkpoint, report, anchor=True, keep=False)
+        return replace(report, kind="anchor") if self._anchor_due(step) else report
+
+    def _check_on_tip(self, header: DeltaHeader) -> None:
+        tip = self._chain.tip
+        if tip is None:
+            raise Conflict(
+                "the chain is empty, and a delta needs a base",
+                file=header.file,
+                expected=f"state {header.base_state}",
+                hint=f"deltactl push CKPT {self._chain.url}",
+            )
+        found = self._chain.state_at(tip)
+        if found != header.base_state:
+            raise Conflict(
+                "the delta's base is not the chain's tip",
+                file=header.file,
+                step=tip,
+                expected=f"state {found}",
+                found=f"state {header.base_state}",
+            )
+
+    # Writing.
+
+    def _snapshot(
+        self, checkpoint: Checkpoint, report: PushReport, *, anchor: bool, keep: bool
+    ) -> PushReport:
+        """Write the checkpoint as the step's anchor, or keep it as the cached tip, or both."""
+        if anchor:
+            report = replace(report, kind="anchor")
+        if self._dry_run:
+            return _with_size(report, checkpoint) if anchor else report
+        with atomic_directory(self._cached) if keep else self._scratch() as directory:
+            snapshot = take_snapshot(checkpoint, report.step, directory, self._progress)
+            if report.state and snapshot.state != report.state:
+                raise Malformed(
+                    "the checkpoint changed while it was pushed",
+                    file=checkpoint.path,
+                    step=report.step,
+                    expected=f"state {report.state}",
+                    found=f"state {snapshot.state}",
+                )
+            report = replace(report, state=snapshot.state)
+            if anchor:
+                report = self._put_anchor(snapshot, report)
+        return report
+
+    @contextlib.contextmanager
+    def _scratch(self) -> Iterator[Path]:
+        """A temporary directory on the cache's disk, which has room for a checkpoint."""
+        with tempfile.TemporaryDirectory(dir=self._cached.parent) as scratch:
+            yield Path(scratch)
+
+    def _put_anchor(self, snapshot: Snapshot, report: PushReport) -> PushReport:
+        files = put_files(self._bucket, snapshot, self._progress)
+        self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
+        files[snapshot.name] = snapshot.path.stat().st_size
+        total = report.bytes + sum(files.values())
+        return replace(report, bytes=total, files=report.files + tuple(files))
+
+    def _put(self, name: str, path: Path, step: int, state: str) -> None:
+        """Create a link's object. Raises Conflict if somebody was faster with other content."""
+        if self._bucket.put(name, path):
+            return
+        found = read_chain(self._bucket).state_at(step)
+        if found != state:
+            raise Conflict(
+                "the step was published by somebody else meanwhile",
+                file=name,
+                step=step,
+                expected=f"state {state}",
+                found=f"state {found}",
+                hint=f"deltactl log {self._chain.url}",
+            )
+
+
+def _delta_report(found: DiffReport, step: int, dry_run: bool) -> PushReport:
+    return PushReport(
+        step=step,
+        kind="delta",
+        bytes=found.delta_bytes,
+        state=found.result_state,
+        written=True,
+        changed_elements=found.changed_elements,
+        total_elements=found.total_elements,
+        dry_run=dry_run,
+        files=(delta_name(step),),
+    )
+
+
+def _with_size(report: PushReport, checkpoint: Checkpoint) -> PushReport:
+    """A dry run's estimate of an anchor: the tensors' bytes and the other files'."""
+    size = checkpoint.nbytes + sum(path.stat().st_size for path in checkpoint.aux.values())
+    name = anchor_directory if checkpoint.is_directory else anchor_file_name
+    files = (*report.files, name(report.step))
+    return replace(report, bytes=report.bytes + size, files=files)
+
+
+def _check_aux_names(checkpoint: Checkpoint) -> None:
+    for name in checkpoint.aux:
+        if not is_plain_path(name):
+            what = "the file's name cannot travel with an anchor"
+            raise UsageError(what, file=checkpoint.path, found=name)
+
+
+def _restamped(source: Path, out: Path, step: int, base_step: int) -> int:
+    """Copy a delta with its step and its base's step in the header; returns its size."""
+    header = read_header(source)
+    parse_delta(header, source)
+    metadata = header.metadata | {
+        "model_version": str(step),
+        "prev_model_version": str(base_step),
+        HEADER_DIGEST: PLACEHOLDER,
+    }
+    entries = [(e.name, e.dtype, e.shape) for e in header.entries.values()]
+    payload = len(header.raw)
+    with open(out, "wb") as target, open(source, "rb") as file:
+        target.write(seal(make_header(entries, metadata)))
+        file.seek(payload)
+        shutil.copyfileobj(file, target, 1 << 20)
+        return target.tell()
+
+

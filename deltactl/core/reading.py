@@ -1,0 +1,113 @@
+"""Input that is not trusted: files opened without surprise, JSON without two meanings."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound
+
+MAX_SIZE = (1 << 63) - 1
+"""The largest length, offset or number of bytes: what a file offset can hold."""
+
+
+@contextmanager
+def os_errors(
+    path: object, missing: str = "no such file", hint: str | None = None
+) -> Iterator[None]:
+    """Turn an OSError about ``path`` into NotFound, NotAllowed, Malformed or DeltactlError."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(missing, file=path, hint=hint) from None
+    except PermissionError:
+        raise NotAllowed("permission denied", file=path) from None
+    except IsADirectoryError:
+        raise Malformed("a directory where a file was expected", file=path) from None
+    except OSError as error:
+        raise DeltactlError(error.strerror or str(error), file=path) from error
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file to read; a pipe or device is Malformed, and never waited for.
+
+    Raises NotFound, NotAllowed, Malformed.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
+
+    with os_errors(path), open(path, "rb", opener=opener) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise Malformed("a pipe or device where a file was expected", file=path)
+        yield file
+
+
+def parse_json(
+    text: bytes, file: object, *, what: str = "the file", sizes_only: bool = False
+) -> dict[str, Any]:
+    """The JSON object that ``text`` is: UTF-8, no key twice, no NaN, no lone surrogate.
+
+    With ``sizes_only`` its numbers are integers from 0 to MAX_SIZE. Raises Malformed, naming the
+    ``file`` and ``what`` the text is in it.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key stands twice")
+        return result
+
+    hooks: dict[str, Any] = {"parse_int": _size, "parse_float": _refuse} if sizes_only else {}
+    try:
+        document = json.loads(
+            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse, **hooks
+        )
+        if b"\\u" in text:  # only so can a lone surrogate be spelled, which is no text
+            json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{what} is no JSON object", file=file, found=_reason(error)) from None
+    if not isinstance(document, dict):
+        raise Malformed(f"{what} is no JSON object", file=file, found=type(document).__name__)
+    return document
+
+
+def _size(digits: str) -> int:
+    if digits.startswith("-") or len(digits) > 19 or int(digits) > MAX_SIZE:
+        raise ValueError(f"the number {reprlib.repr(digits)} is no size")
+    return int(digits)
+
+
+def _refuse(number: str) -> float:
+    raise ValueError(f"the number {reprlib.repr(number)} is not allowed")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return "a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether ``name`` is one component of a path and nothing else: safe to put after a directory.
+
+    False for "", ".", "..", separators of either kind, and what cannot be printed: NUL and other
+    control characters, lone surrogates, marks that turn the direction of text.
+    """
+    return name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
+
+
+def is_text(name: str) -> bool:
+    """Whether ``name`` can be written as UTF-8: no lone surrogates in it."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

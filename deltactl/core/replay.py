@@ -1,0 +1,134 @@
+"""The states that deltas lead to, tensor by tensor and block by block, without a state in memory.
+
+Of each tensor, one block of the base is copied, every delta's changes to that block are put on it in
+turn, and only then comes the next block: however many deltas, each element is read and written once,
+and the last writer of an element wins. So catching up costs what changed, and memory is a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deltactl.core.bits import Bits, Bytes, element_bytes, elements
+from deltactl.core.checkpoint import Checkpoint
+from deltactl.core.delta import Delta
+from deltactl.core.encoding.base import BLOCK, Decoder
+from deltactl.core.errors import Conflict
+from deltactl.core.header import Record, utf8
+
+Watch = Callable[[int, Bits], None]
+"""Called with a layer's number and the block after it; the array is only valid during the call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One delta's changes to a tensor; ``number`` is the delta's place in the sequence."""
+
+    number: int
+    decoder: Decoder
+    record: Record
+
+
+@dataclass(slots=True)
+class Stack:
+    """A tensor's content as one delta or the base gives it whole, and the sparse changes upon it.
+
+    ``origin``: the number of the delta that carries it whole; -1 for the base.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Bytes
+    origin: int = -1
+    layers: list[Layer] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.size)
+
+    def blocks(self, watch: Watch | None = None) -> Iterator[tuple[int, Bits]]:
+        """Each block's byte offset and final elements; the array is valid until the next.
+
+        ``watch`` sees the block after each layer too. Raises Malformed.
+        """
+        source = elements(self.data, self.dtype)
+        width = element_bytes(self.dtype)
+        buffer = np.empty(min(BLOCK, source.size), source.dtype)
+        for start in range(0, source.size, BLOCK):
+            block = buffer[: min(BLOCK, source.size - start)]
+            np.copyto(block, source[start : start + BLOCK])
+            for layer in self.layers:
+                positions, bits = layer.decoder.block(start // BLOCK, block)
+                block[positions] = bits
+                if watch is not None:
+                    watch(layer.number, block)
+            yield start * width, block
+
+
+def stacks(base: Checkpoint, deltas: Sequence[Delta]) -> dict[str, list[Stack]]:
+    """For every tensor that ever existed, its stacks in order: a new one wherever a delta carries it
+    whole or removes it (then the list ends with an empty marker of ``dtype`` "").
+
+    Raises Conflict where a delta cannot stand on what comes before, Malformed.
+    """
+    found = {
+        name: [Stack(name, tensor.dtype, tensor.shape, tensor.data)]
+        for name, tensor in base.tensors.items()
+    }
+    for number, delta in enumerate(deltas):
+        for record in delta.records.values():
+            _put(found.setdefault(record.name, []), number, delta, record)
+    return found
+
+
+def final_stacks(base: Checkpoint, deltas: Sequence[Delta]) -> dict[str, Stack]:
+    """The last stack of every tensor that exists after all deltas, in order of name."""
+    last = {name: of_tensor[-1] for name, of_tensor in stacks(base, deltas).items()}
+    return {name: last[name] for name in sorted(last, key=utf8) if last[name].dtype}
+
+
+def _put(of_tensor: list[Stack], number: int, delta: Delta, record: Record) -> None:
+    current = of_tensor[-1] if of_tensor and of_tensor[-1].dtype else None
+    _check_stands(current, delta, record)
+    if record.kind == "removed":
+        of_tensor.append(Stack(record.name, "", (), np.empty(0, np.uint8), number))
+    elif record.whole:
+        assert record.dtype is not None and record.shape is not None
+        data = delta.whole(record.name)
+        of_tensor.append(Stack(record.name, record.dtype, record.shape, data, number))
+    else:
+        assert current is not None
+        count = current.nbytes // element_bytes(current.dtype)
+        decoder = delta.decoder(record.name, current.dtype, count)
+        current.layers.append(Layer(number, decoder, record))
+
+
+def _check_stands(current: Stack | None, delta: Delta, record: Record) -> None:
+    """Raise Conflict where the base has, lacks, or has otherwise what the delta counts on."""
+    found = None if current is None else (current.dtype, current.shape)
+    expected: tuple[str | None, tuple[int, ...] | None] | None = (record.dtype, record.shape)
+    if record.kind == "added":
+        expected = None
+    elif record.base_dtype is not None:
+        expected = (record.base_dtype, record.base_shape)
+    if found == expected:
+        return
+    if found is not None and expected is not None and record.shape is None:
+        if record.dtype == found[0]:  # TRL's deltas know no shapes
+            return
+    raise Conflict(
+        "the base is another: it does not hold this tensor as the delta expects it",
+        file=delta.path,
+        tensor=record.name,
+        step=delta.header.step,
+        expected=_describe(expected),
+        found=_describe(found),
+    )
+
+
+def _describe(tensor: tuple[str | None, tuple[int, ...] | None] | None) -> str:
+    return "no such tensor" if tensor is None else f"{tensor[0]} {list(tensor[1] or ())}"

@@ -1,0 +1,96 @@
+"""A checkpoint copied, digested and described, ready to be put into a bucket as an anchor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
+from deltactl.core.chain import anchor_directory, anchor_file_name
+from deltactl.core.checkpoint import Checkpoint
+from deltactl.core.digest import hasher
+from deltactl.core.errors import Conflict
+from deltactl.core.parallel import Meter
+from deltactl.core.progress import Progress
+from deltactl.core.rebuild import SINGLE, Written, write_directory, write_file
+from deltactl.core.store import Bucket
+
+_PIECE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """``name`` is the object that makes the anchor visible, ``path`` the file to put there; ``files`` are
+    the objects, by name, that have to be there before it."""
+
+    step: int
+    state: str
+    name: str
+    path: Path
+    files: dict[str, Path]
+
+
+def take_snapshot(
+    checkpoint: Checkpoint, step: int, directory: Path, progress: Progress
+) -> Snapshot:
+    """Copy a checkpoint into an empty directory, in the form that its anchor has.
+
+    A directory becomes a directory with a sealed index; a single file becomes a single file with the
+    anchor's header. Either way the result is a checkpoint that can be opened.
+    """
+    if checkpoint.is_directory:
+        aux = checkpoint.aux
+        written = write_directory(checkpoint, [], directory, aux=aux, progress=progress)
+        return _directory(checkpoint, written, step, directory)
+    path = directory / SINGLE
+    with open(path, "w+b") as file:
+        metadata = partial(anchor_metadata, step)
+        written = write_file(checkpoint, [], file, metadata=metadata, progress=progress)
+    return Snapshot(step, written.state, anchor_file_name(step), path, {})
+
+
+def _directory(checkpoint: Checkpoint, written: Written, step: int, directory: Path) -> Snapshot:
+    files = [
+        AnchorFile(name, size, written.headers[name], True) for name, size in written.files.items()
+    ]
+    files += [_described(directory / name, name) for name in checkpoint.aux]
+    index = directory / INDEX
+    index.write_bytes(anchor_index(step, written.tensors, written.weight_map, tuple(files)))
+    prefix = anchor_directory(step)
+    paths = {f"{prefix}/{file.name}": directory / file.name for file in files}
+    return Snapshot(step, written.state, f"{prefix}/{INDEX}", index, paths)
+
+
+def _described(path: Path, name: str) -> AnchorFile:
+    digest = hasher()
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return AnchorFile(name, path.stat().st_size, digest.hexdigest(), False)
+
+
+def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[str, int]:
+    """Put what has to be there before the anchor's index; returns the objects' sizes.
+
+    A file that an unfinished push left is kept if it has the same bytes. Raises Conflict otherwise.
+    """
+    sizes = {name: path.stat().st_size for name, path in snapshot.files.items()}
+    meter = Meter(progress, "pushing", sum(sizes.values()))
+    for name, path in snapshot.files.items():
+        if not bucket.put(name, path):
+            _check_left_over(bucket, name, path, snapshot.step)
+        meter.add(sizes[name])
+    return sizes
+
+
+def _check_left_over(bucket: Bucket, name: str, path: Path, step: int) -> None:
+    with open(path, "rb") as file:
+        for at in range(0, path.stat().st_size + 1, _PIECE):
+            if bucket.read(name, at, at + _PIECE) != file.read(_PIECE):
+                raise Conflict(
+                    "an unfinished anchor of other content has the step's place",
+                    file=name,
+                    step=step,
+                    hint=f"remove {anchor_directory(step)} from {bucket.url}, or push a later step",
+                )

@@ -1,0 +1,55 @@
+"""What the chain asks of a bucket. The implementations are in ``deltactl.bucket``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object of a bucket: its name relative to the prefix, with "/" between parts; size in bytes."""
+
+    name: str
+    size: int
+
+
+class Bucket(Protocol):
+    """A prefix that holds one chain.
+
+    Guarantees every implementation gives: an object is visible whole or not at all; what ``put``
+    returned True for is durable and is listed and read by everybody from then on; no object is ever
+    overwritten. Errors are those of core.errors: NotFound (no such bucket or object), NotAllowed,
+    Transient; a full disk is an OSError.
+    """
+
+    @property
+    def url(self) -> str:
+        """The one spelling of the bucket's address, without secrets."""
+        ...
+
+    def list(self) -> Iterable[Object]:
+        """All objects, in no order. Raises NotFound where there is no such bucket."""
+        ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes from ``start`` up to ``stop``, fewer where the object ends before."""
+        ...
+
+    def fetch(self, name: str, target: Path) -> None:
+        """Copy an object to a file that does not exist yet. The caller checks its digest."""
+        ...
+
+    def path(self, name: str) -> Path | None:
+        """Where the object's bytes can be mapped on this machine; None where they cannot."""
+        ...
+
+    def put(self, name: str, source: Path) -> bool:
+        """Create an object from a file; False, and nothing done, if the name is taken."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove an object; no error where there is none."""
+        ...

@@ -1,0 +1,435 @@
+"""Proof that a chain is whole, at three levels; every fault found, none passed over.
+
+``links``: what the headers alone prove. ``data``: every byte of every payload against its digest.
+``rebuild``: every state replayed from its anchor, every tensor against its digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deltactl.core.anchor import INDEX, AnchorHeader
+from deltactl.core.chain import Chain, Link, read_chain
+from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.compare import first_differences
+from deltactl.core.delta import Delta, DeltaHeader, open_delta
+from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.errors import DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.header import Record
+from deltactl.core.identity import tensor_states
+from deltactl.core.progress import Progress, silent
+from deltactl.core.pull import check_file, fetched, wanted_step
+from deltactl.core.replay_check import replay_faults
+from deltactl.core.safetensors_io import read_header
+from deltactl.core.store import Bucket
+
+LEVELS = ("links", "data", "rebuild")
+
+Row = dict[str, Any]
+"""One fault: step, file, tensor, what, expected, found."""
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what nothing
+    is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from ``data`` on."""
+
+    level: str
+    links: int = 0
+    steps: int = 0
+    bytes_read: int = 0
+    errors: list[Row] = field(default_factory=list)
+    unproven: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """No fault, and something was looked at."""
+        return self.links > 0 and not self.errors
+
+
+def check_level(level: str) -> None:
+    """Raise UsageError for a level that is none."""
+    if level not in LEVELS:
+        raise UsageError("unknown level", expected=f"one of {', '.join(LEVELS)}", found=level)
+
+
+def verify_delta(
+    path: Path, *, level: str = "data", progress: Progress = silent
+) -> VerifyReport:
+    """Verify a delta file by itself: its header, and from ``data`` on its payload.
+
+    Raises NotFound, and UsageError for ``rebuild``, which needs what the delta stands on.
+    """
+    check_level(level)
+    if level == "rebuild":
+        raise UsageError(
+            "a delta alone cannot be rebuilt",
+            file=path,
+            hint=f"deltactl apply {path} BASE -o OUT checks base and result",
+        )
+    report = VerifyReport(level, links=1, steps=1)
+    try:
+        delta = open_delta(path)
+        report.bytes_read = delta.header.nbytes - delta.payload_bytes
+        if delta.header.dialect != "deltactl":
+            report.unproven.append(_no_digests(str(path), delta.header.step))
+        if level == "data":
+            report.bytes_read = delta.header.nbytes
+            progress("verifying", 0, delta.header.nbytes)
+            _check_delta(delta)
+            progress("verifying", delta.header.nbytes, delta.header.nbytes)
+    except NotFound:
+        raise
+    except DeltactlError as error:
+        report.errors.append(error.facts())
+    return report
+
+
+def _check_delta(delta: Delta) -> None:
+    """Every byte of the payload against its digest; without one, that what it says is possible."""
+    if delta.header.payload_digest is not None:
+        delta.check_payload()
+        return
+    for record in delta.records.values():
+        # No shape is known here: the widest tensor that the format allows bounds the indices.
+        if record.dtype is not None:
+            delta.decoder(record.name, record.dtype, delta.header.total_elements or 1 << 48)
+
+
+def verify_bucket(
+    bucket: Bucket,
+    *,
+    level: str = "data",
+    step: int | None = None,
+    against: Path | None = None,
+    progress: Progress = silent,
+) -> VerifyReport:
+    """Verify all links of a chain; with ``against``, also that a step (the tip by default) has the
+    bits of a checkpoint. Raises NotFound for no such bucket, UsageError, and what the bucket raises.
+    """
+    check_level(level)
+    if step is not None and against is None:
+        raise UsageError("--step goes with --against", hint="add --against CKPT, or drop --step")
+    chain = read_chain(bucket)
+    report = VerifyReport(level, links=len(chain.links) + len(chain.problems))
+    report.steps = len(chain.steps)
+    report.bytes_read = chain.bytes_read
+    broken = _verify_links(chain, report)
+    if level != "links":
+        broken |= _verify_data(bucket, chain, report, progress)
+    if level == "rebuild":
+        _verify_rebuild(bucket, chain, broken, report, progress)
+    if against is not None:
+        _verify_against(bucket, chain, step, against, report, progress)
+    report.errors.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
+    return report
+
+
+# Level links.
+
+
+def _verify_links(chain: Chain, report: VerifyReport) -> set[str]:
+    """Check what the headers say of one another; returns the names of faulty links."""
+    faults = list(chain.problems)
+    if not chain.links and not faults:
+        what = "there is nothing to verify: the bucket holds no link"
+        faults.append(NotFound(what, file=chain.url))
+    if chain.links and chain.links[0].kind != "anchor":
+        first = chain.links[0]
+        what = "the chain begins with a delta, and the anchor that it stands on is missing"
+        faults.append(Malformed(what, file=first.name, step=first.step))
+    tables: dict[int, dict[str, TensorState]] = {}
+    broken = set()
+    for link in chain.links:
+        found = _link_faults(chain, link, tables)
+        faults += found
+        broken |= {link.name} if found else set()
+        if link.result_state is None:
+            report.unproven.append(_no_digests(link.name, link.step))
+    report.errors += [fault.facts() for fault in faults]
+    return broken
+
+
+def _no_digests(file: str, step: int | None) -> Row:
+    what = "the link carries no digests: what it holds cannot be proven"
+    return Malformed(what, file=file, step=step, expected="deltactl.* in its header").facts()
+
+
+def _link_faults(
+    chain: Chain, link: Link, tables: dict[int, dict[str, TensorState]]
+) -> list[DeltactlError]:
+    if isinstance(link.header, AnchorHeader):
+        return _anchor_faults(chain, link, link.header, tables)
+    return _delta_faults(chain, link, link.header, tables)
+
+
+def _anchor_faults(
+    chain: Chain, link: Link, header: AnchorHeader, tables: dict[int, dict[str, TensorState]]
+) -> list[DeltactlError]:
+    """An anchor has to be the state that the deltas before it lead to, where they reach its step."""
+    tables[link.step] = {tensor.name: tensor for tensor in header.tensors}
+    delta = chain.deltas.get(link.step)
+    if delta is None or delta.result_state in (None, link.result_state):
+        return []
+    what = "the anchor is not the state that the deltas before it lead to"
+    return [
+        Malformed(
+            what,
+            file=link.name,
+            step=link.step,
+            expected=f"state {delta.result_state}",
+            found=f"state {link.result_state}",
+        )
+    ]
+
+
+def _delta_faults(
+    chain: Chain, link: Link, header: DeltaHeader, tables: dict[int, dict[str, TensorState]]
+) -> list[DeltactlError]:
+    if link is chain.links[0]:
+        return []
+    before = chain.before(link)
+    if not chain.stands(link):
+        missing = before is None or not chain.links_at(before)
+        what = "the link that the delta stands on is missing"
+        if not missing:
+            what = "the delta's base is not the result of the step before"
+        return [
+            Malformed(
+                what,
+                file=link.name,
+                step=link.step,
+                expected=f"step {before} with state {link.base_state}",
+                found="no such link"
+                if missing or before is None
+                else f"state {chain.state_at(before)}",
+            )
+        ]
+    table = tables.get(before) if before is not None else None
+    if table is None or header.result_state is None:
+        return []
+    try:
+        tables[link.step] = _advance(table, header)
+    except DeltactlError as error:
+        error.step = link.step
+        return [error]
+    return []
+
+
+def _advance(table: dict[str, TensorState], header: DeltaHeader) -> dict[str, TensorState]:
+    """The tensors after a delta, from those before; their digest has to be the state it names."""
+    after = dict(table)
+    for record in header.records.values():
+        _check_fits(table.get(record.name), record, header.file)
+        if record.kind == "removed":
+            del after[record.name]
+            continue
+        assert record.dtype is not None and record.shape is not None and record.digest is not None
+        after[record.name] = TensorState(record.name, record.dtype, record.shape, record.digest)
+    found = state_digest(after.values())
+    if found != header.result_state:
+        raise Malformed(
+            "the tensor table does not lead to the state that the header names",
+            file=header.file,
+            expected=header.result_state,
+            found=found,
+        )
+    return after
+
+
+def _check_fits(before: TensorState | None, record: Record, file: str) -> None:
+    found = None if before is None else (before.dtype, before.shape)
+    expected: tuple[str | None, tuple[int, ...] | None] | None = (record.dtype, record.shape)
+    if record.kind == "added":
+        expected = None
+    elif record.replaced:
+        expected = (record.base_dtype, record.base_shape)
+    if found != expected:
+        what = "the delta's tensor does not fit the one in the step before"
+        raise Malformed(
+            what, file=file, tensor=record.name, expected=str(expected), found=str(found)
+        )
+
+
+# Level data.
+
+
+def _verify_data(
+    bucket: Bucket, chain: Chain, report: VerifyReport, progress: Progress
+) -> set[str]:
+    """Read every byte of every link; returns the names of faulty links."""
+    broken = set()
+    total, done = sum(link.bytes for link in chain.links), 0
+    for link in chain.links:
+        progress("verifying", done, total)
+        try:
+            with fetched(bucket, [link], Path("verify"), silent) as places:
+                faults = _data_faults(link, places[link.name])
+        except DeltactlError as error:
+            faults = [error]
+        for fault in faults:
+            fault.step = link.step
+            report.errors.append({**fault.facts(), "file": fault.file or link.name})
+        broken |= {link.name} if faults else set()
+        done += link.bytes
+        report.bytes_read += link.bytes
+    progress("verifying", total, total)
+    return broken
+
+
+def _data_faults(link: Link, place: Path) -> list[DeltactlError]:
+    if isinstance(link.header, AnchorHeader):
+        return _anchor_data_faults(link, link.header, place)
+    try:
+        _check_delta(open_delta(place))
+    except DeltactlError as error:
+        error.file = link.name
+        return [error]
+    return []
+
+
+def _anchor_data_faults(link: Link, header: AnchorHeader, place: Path) -> list[DeltactlError]:
+    faults: list[DeltactlError] = []
+    directory = link.name.removesuffix(INDEX)
+    for file in header.files:
+        try:
+            if file.is_shard:
+                _check_shard_header(place / file.name, file.digest, directory + file.name)
+            else:
+                check_file(place / file.name, file.digest, directory + file.name, link.step)
+        except DeltactlError as error:
+            error.file = directory + file.name
+            faults.append(error)
+    if any(fault.file and fault.file.endswith(".safetensors") for fault in faults):
+        return faults
+    try:
+        with open_checkpoint(place) as checkpoint:
+            faults += _tensor_faults(checkpoint, header, link.name)
+    except DeltactlError as error:
+        error.file = link.name
+        faults.append(error)
+    return faults
+
+
+def _check_shard_header(path: Path, expected: str, name: str) -> None:
+    found = hasher().update(read_header(path).raw).hexdigest()
+    if found != expected:
+        what = "the shard's header does not have the digest that the anchor's index names"
+        raise Malformed(what, file=name, expected=expected, found=found)
+
+
+def _tensor_faults(
+    checkpoint: Checkpoint, header: AnchorHeader, name: str
+) -> list[DeltactlError]:
+    expected = {tensor.name: tensor for tensor in header.tensors}
+    if header.result_state is None:
+        return []
+    found = {tensor.name: tensor for tensor in tensor_states(checkpoint)}
+    faults: list[DeltactlError] = []
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) == found.get(key):
+            continue
+        faults.append(
+            Malformed(
+                "the tensor does not have the digest that the anchor names",
+                file=_shard_of(checkpoint, key, name),
+                tensor=key,
+                expected=_describe(expected.get(key)),
+                found=_describe(found.get(key)),
+            )
+        )
+    return faults
+
+
+def _shard_of(checkpoint: Checkpoint, tensor: str, name: str) -> str:
+    """The object that holds a tensor of an anchor whose header is in the object ``name``."""
+    if not name.endswith(INDEX):
+        return name
+    files = [shard.file for shard in checkpoint.shards if tensor in shard.tensors]
+    return name.removesuffix(INDEX) + files[0] if files else name
+
+
+def _describe(tensor: TensorState | None) -> str:
+    return "no such tensor" if tensor is None else tensor.digest
+
+
+# Level rebuild.
+
+
+def _verify_rebuild(
+    bucket: Bucket, chain: Chain, broken: set[str], report: VerifyReport, progress: Progress
+) -> None:
+    """Replay the deltas from each anchor up to the next, and compare every tensor's digest."""
+    for run in _runs(chain):
+        sound = _sound_part(run, broken)
+        for link in run[len(sound) :]:
+            if link.name not in broken:
+                what = "the step cannot be rebuilt: it stands on a link that is faulty"
+                report.errors.append(Malformed(what, file=link.name, step=link.step).facts())
+        if len(sound) < 2:
+            continue
+        with fetched(bucket, sound, Path("verify"), silent) as places:
+            try:
+                deltas = [open_delta(places[link.name]) for link in sound[1:]]
+                with open_checkpoint(places[sound[0].name]) as base:
+                    faults = replay_faults(base, deltas, progress)
+            except DeltactlError as error:
+                faults = [(None, error)]
+        for number, fault in faults:
+            link = sound[0] if number is None else sound[1 + number]
+            fault.step, fault.file = link.step, link.name
+            report.errors.append(fault.facts())
+
+
+def _runs(chain: Chain) -> list[list[Link]]:
+    """Each anchor with the deltas that stand on it, up to and with the next anchor's own delta."""
+    runs: list[list[Link]] = []
+    ends: list[Link] = []
+    for link in chain.links:
+        if link.kind == "anchor":
+            runs.append([link])
+        elif runs:
+            runs[-1].append(link)
+        else:
+            ends.append(link)
+    return runs
+
+
+def _sound_part(run: Sequence[Link], broken: set[str]) -> list[Link]:
+    sound: list[Link] = []
+    for link in run:
+        if link.name in broken:
+            break
+        sound.append(link)
+    return sound
+
+
+def _verify_against(
+    bucket: Bucket,
+    chain: Chain,
+    step: int | None,
+    against: Path,
+    report: VerifyReport,
+    progress: Progress,
+) -> None:
+    """Compare a step with a checkpoint bit for bit, without writing it anywhere."""
+    with open_checkpoint(against) as other:
+        try:
+            wanted = wanted_step(chain, step)
+            anchor, links = chain.path(wanted)
+            with fetched(bucket, [anchor, *links], Path("verify"), silent) as places:
+                deltas = [open_delta(places[link.name]) for link in links]
+                with open_checkpoint(places[anchor.name]) as base:
+                    faults = first_differences(base, deltas, other, progress)
+        except NotFound:
+            raise
+        except DeltactlError as error:
+            faults = [error]
+            wanted = step if step is not None else (chain.tip or 0)
+    for fault in faults:
+        fault.step = wanted
+        fault.file = fault.file or str(against)
+        report.errors.append(fault.facts())

@@ -1,0 +1,170 @@
+"""Rules that hold for the help of every command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer.main
+
+from deltactl import __version__
+from deltactl.cli import exits
+from deltactl.cli.app import app
+from deltactl.cli.manual import Verb
+from deltactl.cli.options import EncodingName
+from deltactl.cli.verify import Level
+from deltactl.core.encoding import DEFAULT, ENCODINGS
+from deltactl.core.publish import ANCHOR_EVERY
+from deltactl.core.verify import LEVELS
+from tests.cli.conftest import COMMAND, Cli
+
+GROUP: Any = typer.main.get_command(app)
+VERBS: dict[str, Verb] = GROUP.commands
+PARAMS = [(name, param) for name, verb in VERBS.items() for param in verb.params]
+PARAMS += [("", param) for param in GROUP.params]
+
+HEAVY = ("blake3", "huggingface_hub", "numpy", "pcodec", "requests", "rich", "safetensors", "torch")
+HELP_SECONDS = 0.3
+WRITES = ("push",)
+
+
+def test_the_commands() -> None:
+    expected = ["diff", "apply", "push", "pull", "verify", "log", "show", "stats", "demo"]
+    assert list(VERBS) == expected
+
+
+@pytest.mark.parametrize(("verb", "param"), PARAMS, ids=lambda p: getattr(p, "name", p))
+def test_every_argument_and_option_has_help_that_is_a_sentence(verb: str, param: Any) -> None:
+    assert param.help, verb
+    assert param.help[0].isupper() or param.help.split(":")[0] in LEVELS
+    assert param.help.endswith(".")
+
+
+@pytest.mark.parametrize(("verb", "param"), PARAMS, ids=lambda p: getattr(p, "name", p))
+def test_every_value_has_a_name_of_its_own(verb: str, param: Any) -> None:
+    if param.param_type_name == "argument" or not param.is_flag:
+        assert param.metavar, verb
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_command_has_the_modes(name: str) -> None:
+    options = {option for param in VERBS[name].params for option in param.opts}
+    assert {"--json", "--quiet", "-q"} <= options
+    assert "--token" not in options
+    if name in WRITES:
+        assert {"--dry-run", "-n"} <= options
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_command_documents_itself(name: str, cli: Cli) -> None:
+    ran = cli(name, "--help")
+    assert ran.code == 0
+    assert ran.stderr == ""
+    assert "\x1b" not in ran.stdout
+    manual = VERBS[name].manual
+    assert {0, 1, 2, 130} <= manual.exits.keys() <= exits.MEANINGS.keys()
+    for title in ("JSON", "Exit status", "Examples"):
+        assert re.search(rf"^{title}.*:$", ran.stdout, re.MULTILINE)
+    for code in manual.exits:
+        assert re.search(rf"^  {code} ", ran.stdout, re.MULTILINE)
+    for key in manual.keys:
+        assert re.search(rf"^  {re.escape(key)}\b", ran.stdout, re.MULTILINE)
+    assert manual.keys
+    assert manual.examples
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_examples_use_options_that_there_are(name: str) -> None:
+    for example in VERBS[name].manual.examples:
+        for part in re.split(r"[|&]+", example):
+            words = part.split()
+            if "deltactl" not in words:
+                continue
+            verb, *rest = words[words.index("deltactl") + 1 :]
+            known = {option for param in VERBS[verb].params for option in param.opts}
+            assert {word for word in rest if word.startswith("-") and word != "-"} <= known
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_help_has_no_markup(name: str) -> None:
+    assert not re.search(r"\[/?(bold|red|green|cyan|dim|yellow)\]|``", VERBS[name].help or "")
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_list_of_commands_shows_whole_summaries(name: str, cli: Cli) -> None:
+    summary = VERBS[name].get_short_help_str()
+    assert summary.endswith(".")
+    assert len(summary) < 100
+    assert " ".join([name, *summary.split()]) in " ".join(cli("--help").stdout.split())
+
+
+def test_the_words_of_the_interface_are_the_librarys() -> None:
+    assert set(get_args(EncodingName)) == set(ENCODINGS)
+    assert get_args(Level) == LEVELS
+    defaults = {(verb, param.name): param.default for verb, param in PARAMS}
+    assert defaults["diff", "encoding"] == defaults["push", "encoding"] == DEFAULT
+    assert defaults["push", "anchor_every"] == ANCHOR_EVERY
+    assert defaults["verify", "level"] == "data"
+
+
+def test_version(cli: Cli) -> None:
+    ran = cli("--version")
+    assert (ran.code, ran.stdout) == (0, f"deltactl {__version__}\n")
+
+
+def test_help_names_the_program_however_it_was_started(process: Cli) -> None:
+    assert process("-h").stdout.startswith("Usage: deltactl [OPTIONS] COMMAND")
+
+
+def imported_by(*args: str, **env: str) -> set[str]:
+    """The modules that a command line imports, by the interpreter's own account."""
+    command = [sys.executable, "-X", "importtime", "-m", "deltactl", *args]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+    return set(re.findall(r"\|\s+([\w.]+)$", done.stderr, re.MULTILINE))
+
+
+COMPLETION = {
+    "_DELTACTL_COMPLETE": "complete_fish",
+    "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    "_TYPER_COMPLETE_ARGS": "deltactl verify --level re",
+}
+
+
+@pytest.mark.parametrize("args", [("--help",), *((name, "--help") for name in VERBS)], ids=" ".join)
+def test_help_imports_nothing_heavy(args: tuple[str, ...]) -> None:
+    found = imported_by(*args)
+    assert "deltactl.cli.app" in found
+    assert not found.intersection(HEAVY)
+
+
+def test_completion_imports_nothing_heavy() -> None:
+    found = imported_by(**COMPLETION)
+    assert "deltactl.cli.app" in found
+    assert not found.intersection(HEAVY)
+
+
+@pytest.mark.parametrize("env", [{}, COMPLETION], ids=["help", "completion"])
+def test_help_and_completion_are_quick(env: dict[str, str]) -> None:
+    """The best of several runs, since other work on the machine slows some of them."""
+    taken = []
+    for _ in range(7):
+        start = time.perf_counter()
+        subprocess.run(
+            [*COMMAND, "--help"], capture_output=True, env={**os.environ, **env}, check=True
+        )
+        taken.append(time.perf_counter() - start)
+    assert min(taken) < HELP_SECONDS
+
+
+def test_the_entry_point_is_installed() -> None:
+    script = Path(sys.executable).with_name("deltactl")
+    if not script.exists():
+        pytest.skip("deltactl is not installed in this environment")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True)
+    assert done.stdout == f"deltactl {__version__}\n"

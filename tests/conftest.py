@@ -1,0 +1,20 @@
+"""Fixtures that every test may ask for, and what keeps tests to themselves."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.trained import trained_chain, trained_chain_tied
+
+__all__ = ["trained_chain", "trained_chain_tied"]
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported, so before any test
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tips are cached below the session's directory, never in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DELTACTL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
