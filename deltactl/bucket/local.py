@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import secrets
-import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from deltactl.core.errors import NotFound, UsageError
-from deltactl.core.files import copy_file, sync_directory
+from deltactl.core.errors import NotAllowed, NotFound, Transient, UsageError
+from deltactl.core.files import copy_file, rename_new, sync_directory, temporary_file
 from deltactl.core.store import Object
 
 _TEMPORARY = ".tmp"
@@ -30,50 +30,52 @@ class LocalBucket:
     def list(self) -> Iterator[Object]:
         if not self._root.is_dir():
             raise NotFound("no such bucket", file=self._root)
-        for directory, names, files in os.walk(self._root):
+        for directory, names, files in os.walk(self._root, onerror=_unless_gone):
             names[:] = [name for name in names if not name.startswith(".")]
             for file in files:
-                path = Path(directory, file)
-                if file.endswith(_TEMPORARY) or file.startswith(".") or not path.is_file():
-                    continue
-                yield Object(path.relative_to(self._root).as_posix(), path.stat().st_size)
+                if not file.endswith(_TEMPORARY) and not file.startswith("."):
+                    yield from self._object(Path(directory, file))
+
+    def _object(self, path: Path) -> Iterator[Object]:
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
+            found = path.stat()
+            if stat.S_ISREG(found.st_mode):
+                yield Object(path.relative_to(self._root).as_posix(), found.st_size)
 
     def _place(self, name: str) -> Path:
         parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or "\0" in name:
-            raise UsageError("the object's name would leave the bucket", file=name)
+        if not parts or {"/", ".."} & set(parts) or "/".join(parts) != name or "\0" in name:
+            raise UsageError("no plain name of an object", file=name)
         return self._root / name
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        try:
-            with open(self._place(name), "rb") as file:
-                file.seek(start)
-                return file.read(stop - start)
-        except FileNotFoundError:
-            raise NotFound("no such object", file=self._place(name)) from None
+        place = self._place(name)
+        with _errors(place), open(place, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)
 
     def fetch(self, name: str, target: Path) -> None:
-        try:
-            with open(target, "xb") as file:
-                copy_file(self._place(name), file)
-        except FileNotFoundError:
-            raise NotFound("no such object", file=self._place(name)) from None
+        place = self._place(name)
+        with _errors(place):
+            os.close(os.open(place, os.O_RDONLY))  # or an empty target would be left
+            if place.is_dir():
+                raise IsADirectoryError
+        with open(target, "xb") as file:
+            copy_file(place, file)
 
     def path(self, name: str) -> Path | None:
         return self._place(name)
 
     def put(self, name: str, source: Path) -> bool:
         target = self._place(name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}{_TEMPORARY}")
         try:
-            with open(temporary, "xb") as file:
+            with temporary_file(target) as (file, temporary):
                 copy_file(source, file)
                 file.flush()
                 os.fsync(file.fileno())
-            created = _link(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+                created = _link(temporary, target)
+        except PermissionError:
+            raise NotAllowed("permission denied", file=target) from None
         if created:
             self._sync_up(target.parent)
         return created
@@ -89,6 +91,22 @@ class LocalBucket:
         self._place(name).unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise NotFound("no such object", file=path) from None
+    except PermissionError:
+        raise NotAllowed("permission denied", file=path) from None
+
+
+def _unless_gone(error: OSError) -> None:
+    """What is hidden from this user is not absent; what another process removed meanwhile is."""
+    with _errors(Path(error.filename)), contextlib.suppress(FileNotFoundError):
+        raise error
+
+
 def _link(temporary: Path, target: Path) -> bool:
     """Give the file its name unless that is taken: link(2) creates or fails, in one step."""
     try:
@@ -98,21 +116,35 @@ def _link(temporary: Path, target: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS:
             raise
-        return _claim(temporary, target)
+        return _rename(temporary, target)
     return True
 
 
+def _rename(temporary: Path, target: Path) -> bool:
+    """For file systems without hard links."""
+    try:
+        return rename_new(temporary, target) or _claim(temporary, target)
+    except FileExistsError:
+        return False
+
+
 def _claim(temporary: Path, target: Path) -> bool:
-    """For file systems without hard links: the claim decides who writes, the rename shows it whole."""
+    """For those without either: the claim decides who writes, the rename shows the object whole."""
     claim = target.with_name(f".{target.name}.claim")
     try:
         claim.mkdir()
     except FileExistsError:
-        return False
+        if target.exists():
+            return False
+        raise Transient(
+            "somebody is writing this object, or died while writing it",
+            file=target,
+            hint=f"try again, or, if nobody is: rmdir {claim}",
+        ) from None
     try:
         if target.exists():
             return False
         os.replace(temporary, target)
     finally:
-        shutil.rmtree(claim, ignore_errors=True)
+        claim.rmdir()
     return True

@@ -36,10 +36,10 @@ class Root(TyperGroup):
     def main(
         self,
         args: Sequence[str] | None = None,
-        prog_name: str | None = None,  # noqa: ARG002 - Typer's signature, here to its end
-        complete_var: str | None = None,  # noqa: ARG002
-        standalone_mode: bool = True,  # noqa: ARG002
-        windows_expand_args: bool = True,  # noqa: ARG002
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
         **extra: Any,
     ) -> NoReturn:
         """Run the command line ``args``, by default the process's, and exit."""
@@ -64,7 +64,7 @@ class Root(TyperGroup):
             raise
         sys.exit(code if isinstance(code, int) else exits.OK)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer's signature
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the table of exit statuses and the environment after the commands."""
         with formatter.section("Exit status"):
             formatter.write_dl([(str(code), text) for code, text in exits.MEANINGS.items()])

@@ -56,11 +56,11 @@ class Verb(TyperCommand):
         """The usage line, with plain names for the arguments that have to be given."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
-    def get_short_help_str(self, limit: int = 45) -> str:  # noqa: ARG002 - Typer's signature
+    def get_short_help_str(self, limit: int = 45) -> str:
         """The first paragraph of the help, whole."""
         return " ".join((self.help or "").strip().split("\n\n")[0].split())
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - Typer's signature
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the manual's sections after the options."""
         with formatter.section("JSON (one object on stdout; ignore keys that you do not know)"):
             formatter.write_dl(list(self.manual.keys.items()))

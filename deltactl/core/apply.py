@@ -9,19 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from deltactl.core.bits import elements, touch_sum
+import numpy as np
+
+from deltactl.core.bits import Bytes, elements, touch_sum
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
 from deltactl.core.encoding.base import BLOCK
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
-from deltactl.core.files import atomic_directory, atomic_file
+from deltactl.core.files import atomic_directory, atomic_file, recover
 from deltactl.core.header import Record
+from deltactl.core.hf_directory import TORCH_SUFFIXES
 from deltactl.core.identity import state_of
 from deltactl.core.parallel import map_largest_first
 from deltactl.core.progress import Progress, silent
-from deltactl.core.rebuild import INDEX, Written, check_tensors, write_directory, write_file
+from deltactl.core.rebuild import Written, check_tensors, write_directory, write_file
 
 Side = Literal["base", "result"]
+
+_PIECE = 1 << 20
+_INDEX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,14 @@ def apply_delta(
     Raises Conflict for another base (before anything is written) or an ``out`` that holds something
     else, Malformed for a torn delta or a result that is not the one that the delta names.
     """
+    recover(base_path.resolve())  # of an apply in place that died, nothing but the old may be left
     delta = open_delta(delta_path)
     if delta.header.payload_digest is not None:
         delta.check_payload()
     with open_checkpoint(base_path) as base:
         _check_target(base, base_path, out)
-        side = which_side(base, delta)
-        if side == "result" or delta.header.base_state == delta.header.result_state:
+        side = which_side(base, delta) if delta.header.base_state is not None else "base"
+        if side == "result" or _changes_nothing(delta):
             done = _applied_already(base, delta, out, progress)
             if done is not None:
                 return done
@@ -60,13 +67,19 @@ def apply_delta(
             return _report(delta, out, str(delta.header.result_state), False)
         written = write_result(
             base,
-            [delta],
+            [] if side == "result" else [delta],  # then all that is left to do is to copy
             out or base_path,
             in_place=out is None,
             expected=delta.header.result_state,
             progress=progress,
         )
         return _report(delta, out or base_path, written.state, True)
+
+
+def _changes_nothing(delta: Delta) -> bool:
+    """Whether the delta says that it leads to where it stands; without digests it says nothing."""
+    header = delta.header
+    return header.base_state is not None and header.base_state == header.result_state
 
 
 def _report(delta: Delta, out: Path, state: str, written: bool) -> ApplyReport:
@@ -80,7 +93,11 @@ def _check_target(base: Checkpoint, base_path: Path, out: Path | None) -> None:
         if not all(shard.file.endswith(".safetensors") for shard in base.shards):
             what = "only safetensors checkpoints can be changed in place"
             raise UsageError(what, file=base_path, hint="write to a new place with -o OUT")
-    elif out.exists() and out.is_dir() != base.is_directory and not _empty(out):
+        return
+    if not base.is_directory and out.suffix in TORCH_SUFFIXES:
+        what = "the output would be a safetensors file with the name of a PyTorch file"
+        raise UsageError(what, file=out, hint=f"-o {out.with_suffix('.safetensors')}")
+    if out.exists() and out.is_dir() != base.is_directory:
         kinds = ("a file", "a directory")
         raise Conflict(
             "the output is there and is of another kind than the base",
@@ -143,8 +160,8 @@ def which_side(base: Checkpoint, delta: Delta) -> Side:
     """Whether a checkpoint is what the delta stands on or what it leads to, by the changed elements.
 
     O(changed): gathers the bits at the changed positions and compares their touch sums. It does not see
-    the other elements; the digest of the result does. A delta without sums is taken to stand on it.
-    Raises Conflict if the checkpoint is neither.
+    the other elements; the digest of the result does. For deltas with digests alone. Raises Conflict if
+    the checkpoint is neither.
     """
     records = list(delta.records.values())
     results = map_largest_first(lambda r: _sides_of(base, delta, r), records, lambda r: r.changed)
@@ -172,11 +189,18 @@ def _sides_of(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
         return {"base"}
     if record.replaced and found == (record.base_dtype, record.base_shape):
         return {"base"}
-    if record.whole:
-        after: set[Side] = {"result"} if record.kind == "added" or record.replaced else set()
-        after = after or {"base", "result"}
-        return after if found == (record.dtype, record.shape) else set()
-    return _sides_by_sums(base, delta, record)
+    if not record.whole:
+        return _sides_by_sums(base, delta, record)
+    if tensor is None or found != (record.dtype, record.shape):
+        return set()
+    if _same_bytes(tensor.data, delta.whole(record.name)):
+        return {"result"}
+    return _only(record.kind == "dense" and not record.replaced)
+
+
+def _same_bytes(a: Bytes, b: Bytes) -> bool:
+    starts = range(0, a.size, _PIECE)
+    return all(np.array_equal(a[at : at + _PIECE], b[at : at + _PIECE]) for at in starts)
 
 
 def _only(is_base: bool) -> set[Side]:
@@ -185,11 +209,7 @@ def _only(is_base: bool) -> set[Side]:
 
 def _sides_by_sums(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
     tensor = base.tensors.get(record.name)
-    if tensor is None or tensor.dtype != record.dtype:
-        return set()
-    if record.shape is None:
-        return {"base"}
-    if tensor.shape != record.shape:
+    if tensor is None or (tensor.dtype, tensor.shape) != (record.dtype, record.shape):
         return set()
     bits = elements(tensor.data, tensor.dtype)
     decoder = delta.decoder(record.name, tensor.dtype, bits.size)
@@ -263,9 +283,14 @@ def carry_over(old: Path, new: Path, weights: Set[str]) -> None:
     """Give ``new`` every file of ``old`` that it lacks, but for the weights and what repeats them."""
     for directory, names, files in os.walk(old):
         target = new / Path(directory).relative_to(old)
-        target.mkdir(exist_ok=True)
+        if os.path.lexists(target) and not target.is_dir():
+            names[:] = []  # what was a directory is a file now
+            continue
+        if not target.exists():
+            target.mkdir()
+            shutil.copymode(directory, target)
         for name in [*files, *(n for n in names if Path(directory, n).is_symlink())]:
-            is_weight = name in weights or name == INDEX or name.startswith("consolidated")
+            is_weight = name in weights or name.endswith(_INDEX) or name.startswith("consolidated")
             if (Path(directory) == old and is_weight) or os.path.lexists(target / name):
                 continue
             _link_or_copy(Path(directory, name), target / name)

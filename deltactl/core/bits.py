@@ -41,20 +41,25 @@ def elements(data: Bytes, dtype: str) -> Bits:
     return data.view(_UNSIGNED[element_bytes(dtype)])
 
 
-def changed(old: Bits, new: Bits) -> Positions:
-    """Positions, rising, at which two arrays of one shape (n,) and width differ."""
-    mask = old != new
-    whole = mask.size // 8 * 8
-    # Most groups of eight hold no change: find the groups first, then look inside those alone.
+def positions_of(mask: npt.NDArray[np.bool_]) -> Positions:
+    """Positions, rising, at which a contiguous mask of shape (n,) is true.
+
+    Quick where few are: most groups of eight hold none, and most groups of eight such groups few.
+    """
+    whole = mask.size // 64 * 64
     groups = mask[:whole].view(np.uint64)
-    hit = np.flatnonzero(groups != 0)
-    if hit.size * 4 > groups.size:
-        return np.flatnonzero(mask)
-    inner = np.flatnonzero(groups.take(hit).view(np.bool_))
-    found = (hit.take(inner >> 3) << 3) + (inner & 7)
+    found = _expand(groups, _expand((groups != 0).view(np.uint64), None))
     if whole != mask.size:
         found = np.concatenate([found, np.flatnonzero(mask[whole:]) + whole])
     return found
+
+
+def _expand(groups: npt.NDArray[np.uint64], hit: Positions | None) -> Positions:
+    """Positions of the true bools in groups of eight; ``hit``: the groups that have any."""
+    if hit is None:
+        hit = np.flatnonzero(groups != 0)
+    inner = np.flatnonzero(groups.take(hit).view(np.bool_))
+    return (hit.take(inner >> 3) << 3) + (inner & 7)
 
 
 def _ordered(bits: Bits, dtype: str) -> Bits:
@@ -113,6 +118,12 @@ def mix64(index: npt.NDArray[np.uint64], bits: Bits) -> npt.NDArray[np.uint64]:
     return z
 
 
+_PIECE = 1 << 13  # pairs mixed together: their temporaries stay in the nearest cache
+
+
 def touch_sum(positions: Positions, bits: Bits) -> int:
     """``sum mix64(position, bits) mod 2^64``: the same in any order, and sums of parts add up."""
-    return int(mix64(positions.view(np.uint64), bits).sum(dtype=np.uint64))
+    index = positions.view(np.uint64)
+    pieces = range(0, index.size, _PIECE)
+    sums = [mix64(index[i : i + _PIECE], bits[i : i + _PIECE]).sum(dtype=np.uint64) for i in pieces]
+    return sum(map(int, sums)) % (1 << 64)

@@ -12,6 +12,7 @@ from functools import cached_property
 from deltactl.core.anchor import INDEX, AnchorHeader, parse_anchor, parse_anchor_index
 from deltactl.core.delta import DeltaHeader, parse_delta
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
+from deltactl.core.header import utf8
 from deltactl.core.safetensors_io import Header, header_length, parse_header
 from deltactl.core.store import Bucket, Object
 
@@ -84,6 +85,7 @@ class Chain:
     """The links of a bucket, in order of step, a step's delta before its anchor.
 
     ``problems``: objects with a link's name that are none. ``bytes_read``: by reading the headers.
+    ``all_steps``: the steps that the bucket has objects for, sound or not.
     """
 
     def __init__(
@@ -100,6 +102,8 @@ class Chain:
         self.deltas = {link.step: link for link in self.links if link.kind == "delta"}
         self.anchors = {link.step: link for link in self.links if link.kind == "anchor"}
         self.steps = sorted({link.step for link in self.links})
+        faulty = {problem.step for problem in self.problems if problem.step is not None}
+        self.all_steps = sorted({*self.steps, *faulty})
 
     def links_at(self, step: int) -> list[Link]:
         """The step's delta and anchor, as far as it has them."""
@@ -114,8 +118,13 @@ class Chain:
         """The step that a delta stands on: the one it names, else the nearest below it."""
         if isinstance(delta.header, DeltaHeader) and delta.header.base_step is not None:
             return delta.header.base_step
-        at = bisect_left(self.steps, delta.step)
-        return self.steps[at - 1] if at else None
+        return self.below(delta.step)
+
+    def below(self, step: int) -> int | None:
+        """The nearest step below one. Its links may be faulty; then what stands on them stands on
+        nothing, and not on the next sound step."""
+        at = bisect_left(self.all_steps, step)
+        return self.all_steps[at - 1] if at else None
 
     def stands(self, delta: Link) -> bool:
         """Whether the step below a delta is there and is the state that the delta counts on."""
@@ -152,19 +161,25 @@ class Chain:
 
     def _deltas_down(self, step: int, ends: Container[int]) -> list[Link]:
         if not self.links_at(step):
-            raise self._no_step(step)
+            raise self._problem_at(step) or self._no_step(step)
         deltas: list[Link] = []
         at = step
         while at not in ends:
             delta = self.deltas.get(at)
             if delta is None:
-                raise self._no_way(step, at)
+                raise self._problem_at(at) or self._no_way(step, at)
             before = self.before(delta)
             if before is None or not self.stands(delta):
-                raise self._broken(delta)
+                raise self._problem_at(before) or self._broken(delta)
             deltas.append(delta)
             at = before
         return deltas[::-1]
+
+    def _problem_at(self, step: int | None) -> DeltactlError | None:
+        """What is wrong with the step's link, where there is one and it was left out for that."""
+        if step is None or self.links_at(step):
+            return None
+        return next((problem for problem in self.problems if problem.step == step), None)
 
     def _no_step(self, step: int) -> NotFound:
         have = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
@@ -209,6 +224,9 @@ def read_chain(bucket: Bucket) -> Chain:
         else:
             problems.append(outcome)
     problems += _twice(links)
+    torn = _incomplete(links)
+    links = [link for link in links if link.name not in torn]
+    problems += torn.values()
     return Chain(links, problems, sum(count for _, count in read), bucket.url)
 
 
@@ -295,6 +313,31 @@ def _anchor_objects(
             )
         found.append(Object(name, file.nbytes))
     return tuple(found)
+
+
+def _incomplete(links: list[Link]) -> dict[str, DeltactlError]:
+    """By name, the anchors that lack tensors which the one before them has.
+
+    TRL has written such ones, of changed tensors alone. Ours name the state that they hold.
+    """
+    found: dict[str, DeltactlError] = {}
+    known: set[str] = set()
+    for link in sorted(links, key=lambda link: link.step):
+        if not isinstance(link.header, AnchorHeader):
+            continue
+        names = {tensor.name for tensor in link.header.tensors}
+        if link.result_state is None and (missing := known - names):
+            found[link.name] = Malformed(
+                "the anchor lacks tensors that the anchor before it has",
+                file=link.name,
+                tensor=min(missing, key=utf8),
+                step=link.step,
+                expected=f"{len(known)} tensors or more",
+                found=f"{len(names)}, {len(missing)} of the others missing",
+            )
+        else:
+            known = names
+    return found
 
 
 def _twice(links: list[Link]) -> list[DeltactlError]:

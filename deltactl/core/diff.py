@@ -10,7 +10,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from deltactl.core.bits import Bits, Bytes, Positions, changed, element_bytes, elements, touch_sum
+from deltactl.core.bits import (
+    Bits,
+    Bytes,
+    Positions,
+    element_bytes,
+    elements,
+    positions_of,
+    touch_sum,
+)
 from deltactl.core.checkpoint import Checkpoint, Tensor
 from deltactl.core.delta import DENSE
 from deltactl.core.digest import TensorState, hasher, state_digest
@@ -179,6 +187,7 @@ class _Comparison:
         self._old_hash, self._new_hash = hasher(threads), hasher(threads)
         self._old = elements(before.data, before.dtype)
         self._new = elements(after.data, after.dtype)
+        self._mask = np.empty(min(_CHUNK // self._old.itemsize, self._old.size), np.bool_)
         self._blocks: list[EncodedBlock] = []
         self._old_sum = self._new_sum = 0
 
@@ -199,27 +208,29 @@ class _Comparison:
         """Digest and compare one block chunk by chunk, then encode what changed in it."""
         stop = min(start + BLOCK, self._old.size)
         chunk = _CHUNK // self._old.itemsize
-        found = []
-        for at in range(start, stop, chunk):
-            end = min(at + chunk, stop)
-            positions = self._chunk(self._old[at:end], self._new[at:end])
-            if positions.size:
-                found.append(positions + (at - start))
-        if not found:
+        found = [self._chunk(at, min(at + chunk, stop), start) for at in range(start, stop, chunk)]
+        positions, old, new = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        if not positions.size:
             return
-        positions = found[0] if len(found) == 1 else np.concatenate(found)
-        old, new = self._old[start:stop].take(positions), self._new[start:stop].take(positions)
-        self._old_sum += touch_sum(positions + start, old)
-        self._new_sum += touch_sum(positions + start, new)
         streams = self._codec.encode(positions, old, new, self._before.dtype)
         segments = tuple(map(self._spool.append, streams))
         self._blocks.append(EncodedBlock(start // BLOCK, positions.size, segments))
 
-    def _chunk(self, old: Bits, new: Bits) -> Positions:
+    def _chunk(self, at: int, end: int, start: int) -> tuple[Positions, Bits, Bits]:
+        """What changed from element ``at`` to ``end``, all while it is in cache; positions from
+        ``start`` on."""
+        old, new, mask = self._old[at:end], self._new[at:end], self._mask[: end - at]
         self._old_hash.update(old.view(np.uint8))
         self._new_hash.update(new.view(np.uint8))
+        np.not_equal(old, new, out=mask)
+        positions = positions_of(mask)
+        before, after = old.take(positions), new.take(positions)
+        positions += at
+        self._old_sum += touch_sum(positions, before)
+        self._new_sum += touch_sum(positions, after)
+        positions -= start
         self._meter.add(old.nbytes + new.nbytes)
-        return changed(old, new)
+        return positions, before, after
 
     def _record(self, new: TensorState) -> tuple[Record, tuple[Part, ...]]:
         tensor = self._after
@@ -227,7 +238,7 @@ class _Comparison:
         target = Target("", tensor.name, tensor.dtype, self._old.size)
         parts = self._codec.parts(target, self._blocks, self._spool)
         record = Record(tensor.name, "sparse", tensor.dtype, tensor.shape, count, new.digest)
-        if sum(map(_size, parts)) >= tensor.nbytes:
+        if self._codec.dense_if_smaller and sum(map(_size, parts)) >= tensor.nbytes:
             return replace(record, kind="dense"), (_dense(tensor),)
         old_sum, new_sum = self._old_sum % (1 << 64), self._new_sum % (1 << 64)
         return replace(record, old_sum=old_sum, new_sum=new_sum), parts

@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 import errno
 import os
-import secrets
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -15,12 +15,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from deltactl.core.asides import NEW, OLD, aside, held_aside, lock_held, recover, remove
+from deltactl.core.errors import UsageError
+
+__all__ = [
+    "Segment",
+    "Spool",
+    "atomic_directory",
+    "atomic_file",
+    "copy_file",
+    "recover",
+    "remove",
+    "rename_new",
+    "sync_directory",
+    "temporary_directory",
+    "temporary_file",
+]
+
 _AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
-
-
-def _aside(path: Path, what: str) -> Path:
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{what}.tmp")
 
 
 def sync_directory(path: Path) -> None:
@@ -34,22 +48,53 @@ def sync_directory(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def temporary_file(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """An open file beside ``path`` and its name; removed in the end if it has that name still."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with held_aside(path, NEW, _make_file) as (name, fd):
+        try:
+            with open(fd, "w+b", closefd=False) as file:
+                yield file, name
+        finally:
+            remove(name)
+
+
+@contextlib.contextmanager
+def temporary_directory(path: Path) -> Iterator[Path]:
+    """A new directory beside ``path``; what has its name in the end is removed with all it holds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with held_aside(path, NEW, _make_directory) as (name, _):
+        try:
+            yield name
+        finally:
+            remove(name)
+
+
+def _make_file(name: Path) -> int:
+    return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _make_directory(name: Path) -> int:
+    name.mkdir()
+    return os.open(name, os.O_RDONLY)
+
+
+@contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes the name ``path`` when the block ends well, and vanishes otherwise.
 
-    Readable by its owner's umask, synced to disk, replaces what had the name.
+    Synced to disk; replaces what had the name, and has its permissions, or else those that the umask
+    gives. Raises UsageError where the name is that of a directory or a device.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _aside(path, "new")
-    try:
-        with open(temporary, "w+b") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+    if path.exists() and not path.is_file():
+        raise UsageError("the output is there and is no regular file", file=path)
+    with temporary_file(path) as (file, name):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        _keep_mode(path, name)
+        os.replace(name, path)
         sync_directory(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -61,16 +106,19 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     is removed and the old one stays. Files put into it must have been synced by who wrote them.
     """
     path = path.resolve()  # the directory behind a symbolic link, not the link
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _aside(path, "new")
-    temporary.mkdir()
-    try:
+    with temporary_directory(path) as temporary:
         yield temporary
-        sync_directory(temporary)
+        for directory, _, _ in os.walk(temporary):
+            sync_directory(Path(directory))
+        _keep_mode(path, temporary)
         _install(temporary, path)
         sync_directory(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _keep_mode(old: Path, new: Path) -> None:
+    """A checkpoint that only some may read does not become everybody's by being replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(new, stat.S_IMODE(old.stat().st_mode))
 
 
 def _install(new: Path, path: Path) -> None:
@@ -80,22 +128,35 @@ def _install(new: Path, path: Path) -> None:
         return
     if _exchange(new, path):
         return
-    old = _aside(path, "old")
-    os.rename(path, old)
-    try:
-        os.rename(new, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
-    os.rename(old, new)
+    with lock_held(path):  # a process that dies here leaves the old one for ``recover``
+        old = aside(path, OLD)
+        os.rename(path, old)
+        try:
+            os.rename(new, path)
+        except BaseException:
+            os.rename(old, path)
+            raise
+        os.rename(old, new)
 
 
 def _exchange(a: Path, b: Path) -> bool:
     """Swap two names in one step; False where the system or the file system has no such call."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
+    return _renameat2(a, b, _RENAME_EXCHANGE)
+
+
+def rename_new(old: Path, new: Path) -> bool:
+    """Rename unless ``new`` is taken, in one step; False where there is no such call.
+
+    Raises FileExistsError where it is taken.
+    """
+    return _renameat2(old, new, _RENAME_NOREPLACE)
+
+
+def _renameat2(a: Path, b: Path, flags: int) -> bool:
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is None:
         return False
-    if not renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE):
+    if not call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), flags):
         return True
     code = ctypes.get_errno()
     if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):

@@ -112,7 +112,8 @@ def record_from_json(row: object, file: object) -> Record:
     record = replace(record, changed=cast(int, changed), digest=row["digest"])
     if kind == "sparse":
         for key in ("old", "new"):
-            need(re.fullmatch("[0-9a-f]{16}", str(row.get(key))), key)
+            value = row.get(key)
+            need(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value), key)
         record = replace(record, old_sum=int(row["old"], 16), new_sum=int(row["new"], 16))
     if "base" in row:
         need(kind == "dense" and isinstance(row["base"], dict), "base")

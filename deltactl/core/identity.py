@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from deltactl.core.checkpoint import Checkpoint, Tensor
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.parallel import Meter, hash_threads, map_largest_first
 from deltactl.core.progress import Progress, silent
+from deltactl.core.safetensors_io import read_header
 
 _CHUNK = 1 << 22
 
@@ -32,3 +35,9 @@ def tensor_states(
 def state_of(checkpoint: Checkpoint, *, progress: Progress = silent) -> str:
     """The state digest of a checkpoint; reads every byte."""
     return state_digest(tensor_states(checkpoint, progress=progress))
+
+
+def header_digest(path: Path) -> str:
+    """The digest of a safetensors file's header: its length and its JSON. Raises as read_header."""
+    found: str = hasher().update(read_header(path).raw).hexdigest()
+    return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deltactl.core import trl
 from deltactl.core.anchor import is_plain_path
 from deltactl.core.cache import tip_cache
 from deltactl.core.chain import (
@@ -24,7 +24,7 @@ from deltactl.core.diff import DiffReport, diff
 from deltactl.core.digest import state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
-from deltactl.core.files import atomic_directory
+from deltactl.core.files import atomic_directory, remove, temporary_directory
 from deltactl.core.header import HEADER_DIGEST, PLACEHOLDER, seal
 from deltactl.core.identity import state_of, tensor_states
 from deltactl.core.progress import Progress, silent
@@ -95,8 +95,9 @@ def _is_delta(source: Path) -> bool:
     """Whether a file is a delta: it says so; a checkpoint that cannot be read says nothing here."""
     if not source.is_file() or source.suffix in (".bin", ".pt", ".pth"):
         return False
-    metadata = read_header(source).metadata
-    return metadata.get("sparse") == "True" or "deltactl.base_state" in metadata
+    header = read_header(source)
+    says_so = header.metadata.get("sparse") == "True" or "deltactl.base_state" in header.metadata
+    return says_so or trl.looks_like_delta(header)
 
 
 class _Publisher:
@@ -128,12 +129,7 @@ class _Publisher:
                 hint=f"deltactl verify {chain.url}",
             )
         if newest is not None and chain.state_at(newest) is None:
-            raise UsageError(
-                "the chain's links carry no digests that a delta could stand on",
-                file=chain.url,
-                step=newest,
-                hint="push into a new bucket",
-            )
+            raise self._no_digests(newest)
         if step is None:
             return 1 if newest is None else newest + 1
         if newest is not None and step <= newest:
@@ -146,6 +142,14 @@ class _Publisher:
             )
         return step
 
+    def _no_digests(self, step: int) -> UsageError:
+        return UsageError(
+            "the chain's links carry no digests that a delta could stand on",
+            file=self._chain.url,
+            step=step,
+            hint="push into a new bucket",
+        )
+
     def _anchor_due(self, step: int) -> bool:
         """TRL's rule, step % N == 0, also where steps are skipped: a multiple of N was reached."""
         if not self._chain.anchors:
@@ -157,6 +161,8 @@ class _Publisher:
     def _same_step(self, step: int, state: str, total_elements: int) -> PushReport:
         """The report for a step that is there with this state. Raises Conflict for another."""
         links = self._chain.links_at(step)
+        if links[0].result_state is None:
+            raise self._no_digests(step)
         if links[0].result_state != state:
             raise Conflict(
                 "the step is there with other content",
@@ -188,7 +194,8 @@ class _Publisher:
                 found = self._diff(checkpoint, base, delta, step)
                 report = _delta_report(found, step, self._dry_run)
                 if not self._dry_run:
-                    self._put(delta_name(step), delta, step, found.result_state)
+                    written = self._put(delta_name(step), delta, step, found.result_state)
+                    report = replace(report, written=written)
             due = self._anchor_due(step)
             if due or base is None:
                 report = self._snapshot(checkpoint, report, anchor=due, keep=base is None)
@@ -196,7 +203,7 @@ class _Publisher:
 
     def _finish_anchor(self, checkpoint: Checkpoint, report: PushReport) -> PushReport:
         """An anchor that a push did not live to write is written when the step is pushed again."""
-        if report.step in self._chain.anchors or not self._anchor_due(report.step):
+        if report.step != self._chain.steps[-1] or not self._anchor_due(report.step):
             return report
         return self._snapshot(checkpoint, replace(report, written=True), anchor=True, keep=False)
 
@@ -251,7 +258,7 @@ class _Publisher:
         try:
             materialize(self._bucket, self._chain, self._cached, step=step, progress=self._progress)
         except (Conflict, UsageError):  # of another chain, or nothing that pull would replace
-            shutil.rmtree(self._cached)
+            remove(self._cached)
             materialize(self._bucket, self._chain, self._cached, step=step, progress=self._progress)
 
     # A delta.
@@ -286,7 +293,8 @@ class _Publisher:
                 files=(delta_name(step),),
             )
             if not self._dry_run:
-                self._put(delta_name(step), out, step, result_state)
+                written = self._put(delta_name(step), out, step, result_state)
+                report = replace(report, written=written)
         if self._anchor_due(step) and not self._dry_run:
             self._chain = read_chain(self._bucket)
             self._refresh_cache(step)
@@ -338,23 +346,28 @@ class _Publisher:
                 report = self._put_anchor(snapshot, report)
         return report
 
-    @contextlib.contextmanager
-    def _scratch(self) -> Iterator[Path]:
+    def _scratch(self) -> AbstractContextManager[Path]:
         """A temporary directory on the cache's disk, which has room for a checkpoint."""
-        with tempfile.TemporaryDirectory(dir=self._cached.parent) as scratch:
-            yield Path(scratch)
+        return temporary_directory(self._cached)
 
     def _put_anchor(self, snapshot: Snapshot, report: PushReport) -> PushReport:
         files = put_files(self._bucket, snapshot, self._progress)
-        self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
+        written = self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
         files[snapshot.name] = snapshot.path.stat().st_size
-        total = report.bytes + sum(files.values())
-        return replace(report, bytes=total, files=report.files + tuple(files))
+        return replace(
+            report,
+            bytes=report.bytes + sum(files.values()),
+            files=report.files + tuple(files),
+            written=written or (report.written and bool(report.files)),
+        )
 
-    def _put(self, name: str, path: Path, step: int, state: str) -> None:
-        """Create a link's object. Raises Conflict if somebody was faster with other content."""
+    def _put(self, name: str, path: Path, step: int, state: str) -> bool:
+        """Create a link's object; False if somebody was faster, with the same content.
+
+        Raises Conflict if it was with other content.
+        """
         if self._bucket.put(name, path):
-            return
+            return True
         found = read_chain(self._bucket).state_at(step)
         if found != state:
             raise Conflict(
@@ -365,6 +378,7 @@ class _Publisher:
                 found=f"state {found}",
                 hint=f"deltactl log {self._chain.url}",
             )
+        return False
 
 
 def _delta_report(found: DiffReport, step: int, dry_run: bool) -> PushReport:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltactl.core.anchor import INDEX, AnchorFile, AnchorHeader
 from deltactl.core.apply import carry_over, prove
@@ -16,16 +17,26 @@ from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
-from deltactl.core.files import atomic_directory
-from deltactl.core.identity import state_of
+from deltactl.core.files import (
+    atomic_directory,
+    atomic_file,
+    copy_file,
+    recover,
+    temporary_directory,
+)
+from deltactl.core.hf_directory import find_weights
+from deltactl.core.identity import header_digest, state_of
 from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress, silent
+from deltactl.core.reading import open_regular
 from deltactl.core.rebuild import write_directory
 from deltactl.core.store import Bucket
 
 MARKER = ".deltactl.json"
 """A file that pull leaves in what it wrote: bucket, step and state. Its word is never taken for the
 weights, which are hashed; it says that the directory is pull's to replace."""
+
+_OUR_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +86,30 @@ def materialize(
     progress: Progress = silent,
 ) -> PullReport:
     """``pull`` of a chain whose headers have been read."""
+    recover(dest.resolve())
     wanted = wanted_step(chain, step)
-    newer = tuple(s for s in chain.steps if s > wanted) if step is None else ()
+    newer = () if step is not None else tuple(s for s in chain.all_steps if s > wanted)
     held = _look(chain, dest, wanted, progress)
     if held is not None and held.step == wanted:
+        size = _mend(bucket, chain, dest, wanted)
         proven = chain.state_at(wanted) is not None
-        return PullReport(wanted, held.state, 0, 0, wanted, False, proven, newer)
+        return PullReport(wanted, held.state, size, 0, wanted, size > 0, proven, newer)
     anchor, deltas = _shortest(chain, held.step if held else None, wanted)
     links = [*([anchor] if anchor else []), *deltas]
     expected = chain.state_at(wanted)
     with fetched(bucket, links, dest, progress) as places, contextlib.ExitStack() as stack:
         opened = [_open_checked(places[link.name]) for link in deltas]
         base = stack.enter_context(open_checkpoint(_base_place(anchor, places, dest)))
-        state = _write(chain, base, anchor, opened, dest, wanted, expected, progress)
+        if anchor is not None:
+            aux = _aux_of(anchor, base.path)
+        else:
+            aux = stack.enter_context(_missing_aux(bucket, chain, dest, wanted))
+        state = _write(chain, base, anchor, opened, dest, wanted, expected, aux, progress)
+        more = 0 if anchor is not None else _size(aux)
     return PullReport(
         step=wanted,
         state=state,
-        bytes_fetched=sum(link.bytes for link in links),
+        bytes_fetched=sum(link.bytes for link in links) + more,
         links=len(links),
         from_step=None if anchor or held is None else held.step,
         written=True,
@@ -193,16 +211,22 @@ def fetched(
         meter = Meter(progress, "fetching", sum(link.bytes for link in links))
         for link in links:
             path = bucket.path(link.name)
-            if path is None:
-                near.parent.mkdir(parents=True, exist_ok=True)
-                fresh = stack.enter_context(
-                    tempfile.TemporaryDirectory(prefix=f".{near.name}.", dir=near.parent)
-                )
-                path = _fetch(bucket, link, Path(fresh), meter)
+            if path is None or _has_strangers(link, path.parent):
+                fresh = stack.enter_context(temporary_directory(near))
+                path = _fetch(bucket, link, fresh, meter)
             else:
                 meter.add(link.bytes)
             places[link.name] = path.parent if link.name.endswith(INDEX) else path
         yield places
+
+
+def _has_strangers(link: Link, directory: Path) -> bool:
+    """Whether weights lie in an anchor's directory that its index does not name: left by a push that
+    came to no end. They are not the anchor's, and the directory cannot be opened where it is."""
+    if not link.name.endswith(INDEX):
+        return False
+    known = {item.name.rsplit("/", 1)[1] for item in link.objects}
+    return any(path.name not in known for path in directory.glob("*.safetensors"))
 
 
 def _fetch(bucket: Bucket, link: Link, directory: Path, meter: Meter) -> Path:
@@ -235,15 +259,20 @@ def _write(
     dest: Path,
     step: int,
     expected: str | None,
+    aux: Mapping[str, Path],
     progress: Progress,
 ) -> str:
     """Write the step into ``dest``, prove it, give it its name; returns its state."""
     replaces = dest.exists()
-    aux = {} if anchor is None else _anchor_aux(anchor, base)
     with atomic_directory(dest) as directory:
-        written = write_directory(base, deltas, directory, aux=aux, progress=progress)
+        try:
+            written = write_directory(base, deltas, directory, aux=aux, progress=progress)
+        except Conflict as error:  # between links of one chain; no other checkpoint is in the play
+            raise Malformed(error.what, **_where(error)) from None
         if anchor is not None:
-            _check_aux(anchor, directory)
+            for file in _anchor_files(anchor):
+                place = base.path if file.is_shard else directory
+                check_file(place / file.name, file, anchor)
             _prove_anchor(anchor, base, written.state, expected)
         prove(base, deltas, written, expected)
         if replaces:
@@ -254,40 +283,98 @@ def _write(
     return written.state
 
 
+def _where(error: DeltactlError) -> dict[str, Any]:
+    return {key: value for key, value in error.facts().items() if key != "what"}
+
+
 def _weights_of(dest: Path) -> set[str]:
-    return {path.name for path in dest.glob("*.safetensors")}
+    """The files that a new step replaces, and that would be mistaken for its own if they stayed."""
+    names = {path.name for path in dest.iterdir() if _OUR_WEIGHTS.fullmatch(path.name)}
+    with contextlib.suppress(DeltactlError):
+        files = find_weights(dest).files
+        names |= {*files, *(file.split("-")[0] + ".bin.index.json" for file in files)}
+    return names
 
 
-def _anchor_files(anchor: Link) -> list[AnchorFile]:
+# The files that travel with the weights.
+
+
+def _anchor_files(anchor: Link) -> tuple[AnchorFile, ...]:
     header = anchor.header
     assert isinstance(header, AnchorHeader)
-    return [file for file in header.files if not file.is_shard]
+    return header.files
 
 
-def _anchor_aux(anchor: Link, base: Checkpoint) -> dict[str, Path]:
-    """The files that travel with an anchor, as its index names them."""
-    return {file.name: base.path / file.name for file in _anchor_files(anchor)}
+def _aux_of(anchor: Link, place: Path) -> dict[str, Path]:
+    return {f.name: place / f.name for f in _anchor_files(anchor) if not f.is_shard}
 
 
-def _check_aux(anchor: Link, directory: Path) -> None:
-    for file in _anchor_files(anchor):
-        name = anchor.name.removesuffix(INDEX) + file.name
-        check_file(directory / file.name, file.digest, name, anchor.step)
+def _mend(bucket: Bucket, chain: Chain, dest: Path, step: int) -> int:
+    """Put right what ``dest`` has not as the chain has it, but for the weights; returns the bytes."""
+    with _missing_aux(bucket, chain, dest, step) as aux:
+        size = _size(aux)
+        for name, path in aux.items():
+            with atomic_file(dest / name) as file:
+                copy_file(path, file)
+    return size
 
 
-def check_file(path: Path, expected: str, name: str, step: int) -> None:
-    """Compare a whole file with its digest; ``name`` is the object's. Raises Malformed."""
+@contextlib.contextmanager
+def _missing_aux(
+    bucket: Bucket, chain: Chain, dest: Path, step: int
+) -> Iterator[dict[str, Path]]:
+    """The files of the newest anchor up to ``step`` that ``dest`` lacks or has otherwise, fetched and
+    checked. Deltas do not carry them, and a directory without its config cannot be served."""
+    newest = max((s for s in chain.anchors if s <= step), default=None)
+    anchor = None if newest is None else chain.anchors[newest]
+    files = [] if anchor is None else [f for f in _anchor_files(anchor) if not f.is_shard]
+    files = [file for file in files if not _has_file(dest / file.name, file)]
+    if anchor is None or not files:
+        yield {}
+        return
+    with temporary_directory(dest) as fresh:
+        for file in files:
+            target = fresh / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            bucket.fetch(anchor.name.removesuffix(INDEX) + file.name, target)
+            check_file(target, file, anchor)
+        yield {file.name: fresh / file.name for file in files}
+
+
+def _has_file(path: Path, file: AnchorFile) -> bool:
+    return path.is_file() and path.stat().st_size == file.nbytes and _digest(path) == file.digest
+
+
+def _size(files: Mapping[str, Path]) -> int:
+    return sum(path.stat().st_size for path in files.values())
+
+
+def _digest(path: Path) -> str:
     digest = hasher()
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         while piece := stream.read(1 << 20):
             digest.update(piece)
-    if digest.hexdigest() != expected:
+    found: str = digest.hexdigest()
+    return found
+
+
+def check_file(path: Path, file: AnchorFile, anchor: Link) -> None:
+    """Compare a file of an anchor, of a shard its header, with the digest that the anchor's index
+    names. Raises Malformed, with the object's name for the file."""
+    name = anchor.name.removesuffix(INDEX) + file.name
+    try:
+        found = header_digest(path) if file.is_shard else _digest(path)
+    except DeltactlError as error:
+        error.file, error.step = name, anchor.step
+        raise
+    if found != file.digest:
+        whose = "shard's header" if file.is_shard else "file"
         raise Malformed(
-            "the file does not have the digest that the anchor's index names",
+            f"the {whose} does not have the digest that the anchor's index names",
             file=name,
-            step=step,
-            expected=expected,
-            found=digest.hexdigest(),
+            step=anchor.step,
+            expected=file.digest,
+            found=found,
         )
 
 

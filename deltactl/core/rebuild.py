@@ -111,10 +111,14 @@ def write_index(path: Path, metadata: Mapping[str, Any], weight_map: Mapping[str
 
 
 def copy_aux(aux: Mapping[str, Path], directory: Path) -> None:
-    """Copy a checkpoint's other files, by their relative paths, and sync them."""
+    """Copy a checkpoint's other files into a new directory, by their relative paths, and sync them."""
     for name, source in aux.items():
-        with atomic_file(directory / name) as file:
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with open(target, "xb") as file:
             copy_file(source, file)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _lay_out(base: Checkpoint, stacks: dict[str, Stack], single: bool = False) -> list[_Shard]:

@@ -131,4 +131,7 @@ def _check_stands(current: Stack | None, delta: Delta, record: Record) -> None:
 
 
 def _describe(tensor: tuple[str | None, tuple[int, ...] | None] | None) -> str:
-    return "no such tensor" if tensor is None else f"{tensor[0]} {list(tensor[1] or ())}"
+    if tensor is None:
+        return "no such tensor"
+    dtype, shape = tensor
+    return f"a tensor of {dtype}" if shape is None else f"{dtype} {list(shape)}"

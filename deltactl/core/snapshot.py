@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadat
 from deltactl.core.chain import anchor_directory, anchor_file_name
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
-from deltactl.core.errors import Conflict
+from deltactl.core.errors import Conflict, NotFound
 from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress
 from deltactl.core.rebuild import SINGLE, Written, write_directory, write_file
@@ -75,6 +76,7 @@ def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[st
 
     A file that an unfinished push left is kept if it has the same bytes. Raises Conflict otherwise.
     """
+    _check_strangers(bucket, snapshot)
     sizes = {name: path.stat().st_size for name, path in snapshot.files.items()}
     meter = Meter(progress, "pushing", sum(sizes.values()))
     for name, path in snapshot.files.items():
@@ -84,13 +86,27 @@ def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[st
     return sizes
 
 
+def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:
+    """Refuse to finish an anchor among files that are not its own: readers might take them for it."""
+    prefix = anchor_directory(snapshot.step) + "/"
+    with contextlib.suppress(NotFound):
+        for item in bucket.list():
+            ours = item.name == snapshot.name or item.name in snapshot.files
+            if item.name.startswith(prefix) and not ours:
+                raise _other_content(bucket, item.name, snapshot.step)
+
+
 def _check_left_over(bucket: Bucket, name: str, path: Path, step: int) -> None:
     with open(path, "rb") as file:
         for at in range(0, path.stat().st_size + 1, _PIECE):
             if bucket.read(name, at, at + _PIECE) != file.read(_PIECE):
-                raise Conflict(
-                    "an unfinished anchor of other content has the step's place",
-                    file=name,
-                    step=step,
-                    hint=f"remove {anchor_directory(step)} from {bucket.url}, or push a later step",
-                )
+                raise _other_content(bucket, name, step)
+
+
+def _other_content(bucket: Bucket, name: str, step: int) -> Conflict:
+    return Conflict(
+        "an unfinished anchor of other content has the step's place",
+        file=name,
+        step=step,
+        hint=f"remove {anchor_directory(step)} from {bucket.url}, or push a later step",
+    )

@@ -1,13 +1,15 @@
 """The links that TRL's experimental delta sync wrote: two dialects, neither with digests of ours.
 
-First dialect (huggingface/trl pull request 5417): ``{name}.indices`` int32 and ``{name}.values``, with
-``changed_params`` and ``prev_model_version`` in the metadata. Second (5932, 5937): ``{name}.idx`` and
-``{name}.val`` with ``encoding`` raw or gap_delta. Neither gives a tensor's shape; ``checksum_sha256`` of
-the first is a number of TRL's own making that no document defines, and is not used.
+First dialect (huggingface/trl pull request 5417): ``{name}.indices`` int32 and ``{name}.values``,
+with ``changed_params`` and ``prev_model_version`` in the metadata. Second (5932, 5937):
+``{name}.idx`` and ``{name}.val`` with ``encoding`` raw or gap_delta. Neither gives a tensor's shape;
+``checksum_sha256`` of the first is of the result's bytes alone, without names and shapes, and is not
+used.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,6 +51,13 @@ def dialect_of(header: Header) -> str:
     return "trl-1"
 
 
+def looks_like_delta(header: Header) -> bool:
+    """Whether a file that does not say what it is holds the parts of TRL's deltas and no others."""
+    suffixes = tuple(suffix for dialect in _DIALECTS.values() for suffix in dialect)
+    is_theirs = header.metadata.get("format") == TRL_FORMAT and "sparse" not in header.metadata
+    return is_theirs and bool(header.entries) and all(k.endswith(suffixes) for k in header.entries)
+
+
 def parse_delta(header: Header, file: object) -> Patch:
     """Read a delta's header. Raises Malformed, Unsupported."""
     metadata = header.metadata
@@ -68,13 +77,15 @@ def parse_delta(header: Header, file: object) -> Patch:
         raise Unsupported(what, file=file, expected="raw or gap_delta", found=encoding)
     keys = _keys(header, dialect, file)
     names = sorted({name for name, _ in keys}, key=utf8)
+    records = tuple(_record(header, name, keys) for name in names)
+    _check_counts(metadata, records, file)
     return Patch(
         dialect=dialect,
         encoding=encoding,
         step=_optional_count(metadata, "model_version", file),
         base_step=_optional_count(metadata, "prev_model_version", file),
         total_elements=_optional_count(metadata, "total_elements", file),
-        records=tuple(_record(header, name, keys) for name in names),
+        records=records,
         keys=keys,
     )
 
@@ -93,6 +104,45 @@ def _keys(header: Header, dialect: str, file: object) -> dict[tuple[str, str], s
         if (name, other) not in keys:
             raise Malformed("the tensor lacks its indices or its values", file=file, tensor=name)
     return keys
+
+
+def _check_counts(
+    metadata: Mapping[str, str], records: tuple[Record, ...], file: object
+) -> None:
+    """Compare what the header says that the delta holds with its entries. Raises Malformed.
+
+    TRL's readers go by the first dialect's list of names. A count of 0 is what a writer leaves that
+    counts nothing.
+    """
+    names = {record.name for record in records}
+    if "changed_params" in metadata:
+        listed = _listed(metadata["changed_params"], file)
+        for name in sorted(listed ^ names):
+            what = "the header's list of changed tensors and the entries differ"
+            raise Malformed(what, file=file, tensor=name, found=_where(name in listed))
+    counts = {
+        "num_changed_params": len(records),
+        "total_changed_elements": sum(record.changed for record in records),
+    }
+    for key, count in counts.items():
+        said = _optional_count(metadata, key, file)
+        if said not in (None, 0, count):
+            what = f"the header's {key} is not what its entries hold"
+            raise Malformed(what, file=file, expected=said, found=count)
+
+
+def _where(listed: bool) -> str:
+    return "in the list alone" if listed else "among the entries alone"
+
+
+def _listed(text: str, file: object) -> set[str]:
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError):
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise Malformed("the header's changed_params is no list of names", file=file)
+    return set(names)
 
 
 def _record(header: Header, name: str, keys: Mapping[tuple[str, str], str]) -> Record:

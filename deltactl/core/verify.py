@@ -6,25 +6,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deltactl.core import trl_check
 from deltactl.core.anchor import INDEX, AnchorHeader
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.compare import first_differences
 from deltactl.core.delta import Delta, DeltaHeader, open_delta
-from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.digest import TensorState, state_digest
 from deltactl.core.errors import DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.header import Record
 from deltactl.core.identity import tensor_states
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import check_file, fetched, wanted_step
 from deltactl.core.replay_check import replay_faults
-from deltactl.core.safetensors_io import read_header
 from deltactl.core.store import Bucket
+from deltactl.core.trl_check import Table
 
 LEVELS = ("links", "data", "rebuild")
 
@@ -88,15 +89,15 @@ def verify_delta(
     return report
 
 
-def _check_delta(delta: Delta) -> None:
-    """Every byte of the payload against its digest; without one, that what it says is possible."""
+def _check_delta(delta: Delta, before: Table | None = None) -> None:
+    """Every byte of the payload against its digest; without one, that what it says is possible.
+
+    ``before``: the tensors of the step before, where they are known.
+    """
     if delta.header.payload_digest is not None:
         delta.check_payload()
         return
-    for record in delta.records.values():
-        # No shape is known here: the widest tensor that the format allows bounds the indices.
-        if record.dtype is not None:
-            delta.decoder(record.name, record.dtype, delta.header.total_elements or 1 << 48)
+    trl_check.check_data(delta, before)
 
 
 def verify_bucket(
@@ -117,9 +118,10 @@ def verify_bucket(
     report = VerifyReport(level, links=len(chain.links) + len(chain.problems))
     report.steps = len(chain.steps)
     report.bytes_read = chain.bytes_read
-    broken = _verify_links(chain, report)
+    tables: dict[int, Table] = {}
+    broken = _verify_links(chain, tables, report)
     if level != "links":
-        broken |= _verify_data(bucket, chain, report, progress)
+        broken |= _verify_data(bucket, chain, tables, report, progress)
     if level == "rebuild":
         _verify_rebuild(bucket, chain, broken, report, progress)
     if against is not None:
@@ -131,8 +133,11 @@ def verify_bucket(
 # Level links.
 
 
-def _verify_links(chain: Chain, report: VerifyReport) -> set[str]:
-    """Check what the headers say of one another; returns the names of faulty links."""
+def _verify_links(chain: Chain, tables: dict[int, Table], report: VerifyReport) -> set[str]:
+    """Check what the headers say of one another; returns the names of faulty links.
+
+    Fills ``tables``: the tensors of each step, as far as they are known.
+    """
     faults = list(chain.problems)
     if not chain.links and not faults:
         what = "there is nothing to verify: the bucket holds no link"
@@ -141,16 +146,27 @@ def _verify_links(chain: Chain, report: VerifyReport) -> set[str]:
         first = chain.links[0]
         what = "the chain begins with a delta, and the anchor that it stands on is missing"
         faults.append(Malformed(what, file=first.name, step=first.step))
-    tables: dict[int, dict[str, TensorState]] = {}
     broken = set()
     for link in chain.links:
         found = _link_faults(chain, link, tables)
+        for fault in found:
+            fault.step = link.step
         faults += found
         broken |= {link.name} if found else set()
-        if link.result_state is None:
-            report.unproven.append(_no_digests(link.name, link.step))
+        report.unproven += _doubts(chain, link)
     report.errors += [fault.facts() for fault in faults]
     return broken
+
+
+def _doubts(chain: Chain, link: Link) -> list[Row]:
+    """What nothing is known against, and nothing proves."""
+    if link.result_state is not None:
+        return []
+    doubts = [_no_digests(link.name, link.step)]
+    if isinstance(link.header, DeltaHeader):
+        gap = trl_check.gap(link.step, chain.below(link.step), link.header)
+        doubts += [gap.facts()] if gap is not None else []
+    return doubts
 
 
 def _no_digests(file: str, step: int | None) -> Row:
@@ -158,19 +174,21 @@ def _no_digests(file: str, step: int | None) -> Row:
     return Malformed(what, file=file, step=step, expected="deltactl.* in its header").facts()
 
 
-def _link_faults(
-    chain: Chain, link: Link, tables: dict[int, dict[str, TensorState]]
-) -> list[DeltactlError]:
+def _link_faults(chain: Chain, link: Link, tables: dict[int, Table]) -> list[DeltactlError]:
     if isinstance(link.header, AnchorHeader):
         return _anchor_faults(chain, link, link.header, tables)
     return _delta_faults(chain, link, link.header, tables)
 
 
 def _anchor_faults(
-    chain: Chain, link: Link, header: AnchorHeader, tables: dict[int, dict[str, TensorState]]
+    chain: Chain, link: Link, header: AnchorHeader, tables: dict[int, Table]
 ) -> list[DeltactlError]:
     """An anchor has to be the state that the deltas before it lead to, where they reach its step."""
+    below = chain.below(link.step)
+    before = tables.get(below) if below is not None else None
     tables[link.step] = {tensor.name: tensor for tensor in header.tensors}
+    if header.result_state is None:
+        return trl_check.anchor_faults(header, before or {})
     delta = chain.deltas.get(link.step)
     if delta is None or delta.result_state in (None, link.result_state):
         return []
@@ -187,39 +205,58 @@ def _anchor_faults(
 
 
 def _delta_faults(
-    chain: Chain, link: Link, header: DeltaHeader, tables: dict[int, dict[str, TensorState]]
+    chain: Chain, link: Link, header: DeltaHeader, tables: dict[int, Table]
 ) -> list[DeltactlError]:
     if link is chain.links[0]:
         return []
     before = chain.before(link)
+    if fault := _base_fault(chain, link, before):
+        return [fault]
+    table = tables.get(before) if before is not None else None
+    if table is None:
+        return []
+    if header.result_state is None:
+        tables[link.step] = table
+        return trl_check.delta_faults(header, table)
+    try:
+        tables[link.step] = _advance(table, header)
+    except DeltactlError as error:
+        return [error]
+    return []
+
+
+def _base_fault(chain: Chain, link: Link, before: int | None) -> DeltactlError | None:
+    """What is wrong between a delta and the step below it."""
+    below = chain.below(link.step)
     if not chain.stands(link):
         missing = before is None or not chain.links_at(before)
         what = "the link that the delta stands on is missing"
         if not missing:
             what = "the delta's base is not the result of the step before"
-        return [
-            Malformed(
-                what,
-                file=link.name,
-                step=link.step,
-                expected=f"step {before} with state {link.base_state}",
-                found="no such link"
-                if missing or before is None
-                else f"state {chain.state_at(before)}",
-            )
-        ]
-    table = tables.get(before) if before is not None else None
-    if table is None or header.result_state is None:
-        return []
-    try:
-        tables[link.step] = _advance(table, header)
-    except DeltactlError as error:
-        error.step = link.step
-        return [error]
-    return []
+        found = "no such link"
+        if not missing and before is not None:
+            found = f"state {chain.state_at(before)}"
+    elif _passes_over(chain, link, before, below):
+        what = "the delta passes over the step before: two chains are in one place"
+        found = _step_and_state(below, None if below is None else chain.state_at(below))
+    else:
+        return None
+    expected = _step_and_state(before, link.base_state)
+    return Malformed(what, file=link.name, step=link.step, expected=expected, found=found)
 
 
-def _advance(table: dict[str, TensorState], header: DeltaHeader) -> dict[str, TensorState]:
+def _passes_over(chain: Chain, link: Link, before: int | None, below: int | None) -> bool:
+    """Whether a delta stands on a lower step than the one right below it, which is another state."""
+    if below is None or below == before:
+        return False
+    return link.base_state is None or chain.state_at(below) != link.base_state
+
+
+def _step_and_state(step: int | None, state: str | None) -> str:
+    return f"step {step}" if state is None else f"step {step} with state {state}"
+
+
+def _advance(table: Table, header: DeltaHeader) -> Table:
     """The tensors after a delta, from those before; their digest has to be the state it names."""
     after = dict(table)
     for record in header.records.values():
@@ -258,7 +295,11 @@ def _check_fits(before: TensorState | None, record: Record, file: str) -> None:
 
 
 def _verify_data(
-    bucket: Bucket, chain: Chain, report: VerifyReport, progress: Progress
+    bucket: Bucket,
+    chain: Chain,
+    tables: Mapping[int, Table],
+    report: VerifyReport,
+    progress: Progress,
 ) -> set[str]:
     """Read every byte of every link; returns the names of faulty links."""
     broken = set()
@@ -267,7 +308,9 @@ def _verify_data(
         progress("verifying", done, total)
         try:
             with fetched(bucket, [link], Path("verify"), silent) as places:
-                faults = _data_faults(link, places[link.name])
+                before = chain.before(link) if link.kind == "delta" else None
+                table = None if before is None else tables.get(before)
+                faults = _data_faults(link, table, places[link.name])
         except DeltactlError as error:
             faults = [error]
         for fault in faults:
@@ -280,11 +323,11 @@ def _verify_data(
     return broken
 
 
-def _data_faults(link: Link, place: Path) -> list[DeltactlError]:
+def _data_faults(link: Link, before: Table | None, place: Path) -> list[DeltactlError]:
     if isinstance(link.header, AnchorHeader):
         return _anchor_data_faults(link, link.header, place)
     try:
-        _check_delta(open_delta(place))
+        _check_delta(open_delta(place), before)
     except DeltactlError as error:
         error.file = link.name
         return [error]
@@ -293,15 +336,10 @@ def _data_faults(link: Link, place: Path) -> list[DeltactlError]:
 
 def _anchor_data_faults(link: Link, header: AnchorHeader, place: Path) -> list[DeltactlError]:
     faults: list[DeltactlError] = []
-    directory = link.name.removesuffix(INDEX)
     for file in header.files:
         try:
-            if file.is_shard:
-                _check_shard_header(place / file.name, file.digest, directory + file.name)
-            else:
-                check_file(place / file.name, file.digest, directory + file.name, link.step)
+            check_file(place / file.name, file, link)
         except DeltactlError as error:
-            error.file = directory + file.name
             faults.append(error)
     if any(fault.file and fault.file.endswith(".safetensors") for fault in faults):
         return faults
@@ -312,13 +350,6 @@ def _anchor_data_faults(link: Link, header: AnchorHeader, place: Path) -> list[D
         error.file = link.name
         faults.append(error)
     return faults
-
-
-def _check_shard_header(path: Path, expected: str, name: str) -> None:
-    found = hasher().update(read_header(path).raw).hexdigest()
-    if found != expected:
-        what = "the shard's header does not have the digest that the anchor's index names"
-        raise Malformed(what, file=name, expected=expected, found=found)
 
 
 def _tensor_faults(

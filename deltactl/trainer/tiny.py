@@ -72,16 +72,17 @@ def train(
         master.parameters(), lr=PRETRAIN_LR, betas=(0.9, 0.999), weight_decay=0.01
     )
     draw = torch.Generator().manual_seed(seed)
-    for _ in range(PRETRAIN_STEPS):
-        _update(master, optimizer, _batch(tokens, draw))
+    with one_thread():
+        for _ in range(PRETRAIN_STEPS):
+            _update(master, optimizer, _batch(tokens, draw))
     for group in optimizer.param_groups:
         group["lr"] = lr
     for step in range(1, steps + 1):
-        loss = _update(master, optimizer, _batch(tokens, draw))
         path = out / f"step_{step:06d}"
-        with quiet(), torch.no_grad():
+        with quiet(), one_thread():
+            loss = _update(master, optimizer, _batch(tokens, draw))
             for coarse, fine in zip(served.parameters(), master.parameters(), strict=True):
-                coarse.copy_(fine)
+                coarse.data.copy_(fine.data)
             served.save_pretrained(path, max_shard_size=SHARD_BYTES if shards else "1GB")
             tokenizer.save_pretrained(path)
         yield TrainedStep(step, path, loss)
@@ -102,6 +103,23 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread meanwhile.
+
+    More gain nothing on matrices this small. Where other processes want the cores they cost much:
+    torch's threads wait for each other at every operation.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _text(seed: int, sums: int = 1500) -> str:

@@ -47,7 +47,7 @@ SYSTEM: list[tuple[BaseException, int]] = [
 
 
 def raising(error: BaseException) -> Any:
-    def function(*args: object, **options: object) -> None:
+    def function(*_args: object, **_options: object) -> None:
         raise error
 
     return function

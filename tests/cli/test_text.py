@@ -44,7 +44,9 @@ def test_share_never_rounds_to_none_or_all(fraction: float | None, shown: str) -
     assert text.share(fraction) == shown
 
 
-@pytest.mark.parametrize(("factor", "shown"), [(3.21, "3.2x"), (99.6, "100x"), (12345.6, "12,346x")])
+@pytest.mark.parametrize(
+    ("factor", "shown"), [(3.21, "3.2x"), (99.6, "100x"), (12345.6, "12,346x")]
+)
 def test_times(factor: float, shown: str) -> None:
     assert text.times(factor) == shown
 

@@ -67,7 +67,9 @@ def _verb_page(name: str, verb: Verb, verbs: Mapping[str, Verb]) -> Iterator[str
     yield from _prose(["With --json the command prints one object on stdout, also when it fails:"])
     yield from _table(verb.manual.keys)
     failure = "what, file, tensor, step, expected, found, hint, exit_code"
-    yield from _entry("\\fBerror\\fR", f"instead of all others, where the command failed: {failure}")
+    yield from _entry(
+        "\\fBerror\\fR", f"instead of all others, where the command failed: {failure}"
+    )
     yield ".PP"
     yield from _prose(["Sizes are in bytes, times in seconds. Ignore keys that you do not know."])
     yield from (".SH EXIT STATUS", *_table(verb.manual.exits))

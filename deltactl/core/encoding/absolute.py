@@ -1,5 +1,8 @@
 """``raw`` and ``gap_delta``: TRL's encodings, positions and the new values as they are.
 
+TRL's readers pass over every entry that is neither ``.idx`` nor ``.val`` without a word, so a
+tensor that only changed its values is never carried whole here, however many they are.
+
 Parts ``.idx`` and ``.val`` as in TRL's second dialect (huggingface/trl pull requests 5932 and 5937):
 raw indices are int32, int64 where the tensor has 2^31 elements or more; gaps are
 ``idx[k] - idx[k-1] - 1`` with ``idx[-1] = -1``, U16, or for the whole tensor U32 or U64 where one gap
@@ -8,7 +11,9 @@ needs it. The first dialect's suffixes are read by core.trl, through the same de
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +25,6 @@ from deltactl.core.encoding.base import (
     Part,
     StoredPart,
     Target,
-    block_count,
     concatenated,
 )
 from deltactl.core.errors import Malformed
@@ -35,6 +39,7 @@ class _Absolute:
     """What both have in common: block streams are positions (u32) and new bits."""
 
     suffixes: tuple[str, ...] = (".idx", ".val")
+    dense_if_smaller = False
 
     def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
         return positions.astype("<u4").tobytes(), new.tobytes()
@@ -69,7 +74,7 @@ class Raw(_Absolute):
     def parts(
         self, target: Target, blocks: Sequence[EncodedBlock], spool: Spool
     ) -> tuple[Part, ...]:
-        dtype = "I64" if target.elements >= 1 << 31 else "I32"
+        dtype = index_dtype(target.elements)
         indices = (_block_positions(spool, block) for block in blocks)
         return self._parts(target, blocks, spool, dtype, indices)
 
@@ -89,7 +94,7 @@ class GapDelta(_Absolute):
         self, target: Target, blocks: Sequence[EncodedBlock], spool: Spool
     ) -> tuple[Part, ...]:
         widest = max((int(gaps.max()) for gaps in _gaps(spool, blocks)), default=0)
-        dtype = "U16" if widest < 1 << 16 else "U32" if widest < 1 << 32 else "U64"
+        dtype = gap_dtype(widest)
         return self._parts(target, blocks, spool, dtype, _gaps(spool, blocks))
 
     def decoder(self, target: Target, parts: Mapping[str, StoredPart]) -> AbsoluteDecoder:
@@ -97,6 +102,16 @@ class GapDelta(_Absolute):
         if index.dtype not in ("U16", "U32", "U64"):
             raise _bad_index_dtype(target, "U16, U32 or U64", index.dtype)
         return AbsoluteDecoder(target, index, parts[".val"], gaps=True)
+
+
+def index_dtype(elements: int) -> str:
+    """The dtype of raw indices into a tensor of ``elements`` elements."""
+    return "I64" if elements >= 1 << 31 else "I32"
+
+
+def gap_dtype(widest: int) -> str:
+    """The dtype of gaps of which ``widest`` is the largest."""
+    return "U16" if widest < 1 << 16 else "U32" if widest < 1 << 32 else "U64"
 
 
 def _gaps(spool: Spool, blocks: Sequence[EncodedBlock]) -> Iterator[npt.NDArray[np.int64]]:
@@ -154,9 +169,12 @@ class AbsoluteDecoder:
         return self._malformed("an index is out of range", f"< {self._target.elements}", found)
 
     def _scan(self) -> None:
-        """Check all indices; note the index before each chunk and where each block begins."""
+        """Check all indices; note the index before each chunk, and where each block's own end.
+
+        Only blocks that have any are kept: a table of all would be as large as a header claims.
+        """
         self._before: list[int] = []
-        starts = np.zeros(block_count(self._target.elements) + 1, np.int64)
+        counted: dict[int, int] = {}
         before = -1
         for at in range(0, self.count, _CHUNK):
             self._before.append(before)
@@ -166,12 +184,22 @@ class AbsoluteDecoder:
             if int(indices[0]) <= before or np.any(indices[1:] <= indices[:-1]):
                 raise self._malformed("the indices do not rise", None, None)
             before = int(indices[-1])
-            number, counts = np.unique(indices // BLOCK, return_counts=True)
-            starts[number + 1] += counts
-        self._starts = np.cumsum(starts)
+            for number, count in zip(*np.unique(indices // BLOCK, return_counts=True), strict=True):
+                counted[int(number)] = counted.get(int(number), 0) + int(count)
+        self._numbers = list(counted)  # they rise, as the indices do
+        self._ends = list(accumulate(counted.values(), initial=0))
+
+    def _span(self, number: int) -> tuple[int, int]:
+        """Where a block's changes begin and end among all."""
+        at = bisect_left(self._numbers, number)
+        found = at < len(self._numbers) and self._numbers[at] == number
+        return self._ends[at], self._ends[at + found]
+
+    def numbers(self) -> Sequence[int]:
+        return self._numbers
 
     def positions(self, number: int, length: int) -> Positions:
-        start, stop = int(self._starts[number]), int(self._starts[number + 1])
+        start, stop = self._span(number)
         if start == stop:
             return np.empty(0, np.int64)
         first, last = start // _CHUNK, (stop - 1) // _CHUNK
@@ -180,5 +208,5 @@ class AbsoluteDecoder:
         return found - number * BLOCK
 
     def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
-        start, stop = int(self._starts[number]), int(self._starts[number + 1])
+        start, stop = self._span(number)
         return self.positions(number, base.size), self._values[start:stop]

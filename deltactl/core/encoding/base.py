@@ -16,7 +16,7 @@ from typing import Protocol
 from deltactl.core.bits import Bits, Bytes, Positions
 from deltactl.core.files import Segment, Spool
 
-BLOCK = 1 << 22
+BLOCK = 1 << 21
 """Elements a block. Large enough that a block's own tables cost less than a hundredth, small enough
 to bound memory and to spread one tensor over many cores."""
 
@@ -70,6 +70,10 @@ class Decoder(Protocol):
     count: int
     """Changed elements of the whole tensor."""
 
+    def numbers(self) -> Sequence[int]:
+        """The numbers of the blocks that have changes, rising."""
+        ...
+
     def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
         """Positions within the block, strictly rising, and the new bits, both of shape (k,).
 
@@ -88,6 +92,8 @@ class Encoding(Protocol):
 
     name: str
     suffixes: tuple[str, ...]
+    dense_if_smaller: bool
+    """Whether a tensor is carried whole where that takes no more bytes."""
 
     def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
         """The streams of one block: positions within it (k,), k > 0, and the bits before and after."""

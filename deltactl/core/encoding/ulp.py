@@ -1,25 +1,24 @@
 """``ulp``: gaps between changed elements, and steps in units in the last place against the base.
 
 Given the base a changed weight is nearly always one step up or down, so the step costs a bit or two
-where the value costs its whole width. Both streams are entropy-coded by pcodec, a block at a time.
+where the value costs its whole width.
 
-One part, ``.ulp``, U8: a directory of three little-endian u32 a block (changes, bytes of gaps, bytes of
-steps), then each block's two streams in order. Gaps are u32 within the block; steps are signed
-integers of the element's width. A block without changes has three zeros and no streams.
+One part, ``.ulp``, U8: a directory of two little-endian u32 a block (changes, bytes), then the blocks'
+bytes in order. A block with n > 0 changes is: the stream of n gaps; the signs of the steps, n bits,
+1 for down; a u32, how many steps are longer than one unit; the stream of the gaps between those; the
+stream of their lengths less two. Streams: core.encoding.integers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pcodec import ChunkConfig, DeltaSpec, ModeSpec, standalone
 
-from deltactl.core.bits import Bits, Positions, element_bytes, steps_between, take_steps
+from deltactl.core.bits import Bits, Positions, Steps, element_bytes, steps_between, take_steps
+from deltactl.core.encoding import integers
 from deltactl.core.encoding.base import (
-    BLOCK,
     EncodedBlock,
     Part,
     StoredPart,
@@ -29,40 +28,25 @@ from deltactl.core.encoding.base import (
 from deltactl.core.errors import Malformed
 from deltactl.core.files import Spool
 
-# Gaps and steps are near to independent draws: no differences, no modes to look for. Level 8 costs as
-# much time as 4 here, and levels above it save nothing.
-_CONFIG = ChunkConfig(
-    compression_level=8,
-    delta_spec=DeltaSpec.no_op(),
-    mode_spec=ModeSpec.classic(),
-    enable_8_bit=True,
-)
-
 
 class Ulp:
-    """Gaps and steps, each by pcodec."""
+    """Gaps and steps."""
 
     name = "ulp"
     suffixes: tuple[str, ...] = (".ulp",)
+    dense_if_smaller = True
 
     def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
-        at = positions.astype(np.int32)
-        gaps = np.empty(at.size, np.int32)
-        gaps[0] = at[0]
-        np.subtract(at[1:], at[:-1] + 1, out=gaps[1:])
         steps = steps_between(old, new, dtype)
-        return (
-            standalone.simple_compress(gaps.view(np.uint32), _CONFIG),
-            standalone.simple_compress(steps, _CONFIG),
-        )
+        return (integers.encode(_gaps(positions)) + _encode_steps(steps),)
 
     def parts(
         self, target: Target, blocks: Sequence[EncodedBlock], spool: Spool
     ) -> tuple[Part, ...]:
-        directory = np.zeros((block_count(target.elements), 3), "<u4")
+        directory = np.zeros((block_count(target.elements), 2), "<u4")
         for block in blocks:
-            directory[block.number] = (block.count, *(stream.size for stream in block.streams))
-        size = directory.nbytes + int(directory[:, 1:].sum(dtype=np.int64))
+            directory[block.number] = (block.count, block.streams[0].size)
+        size = directory.nbytes + int(directory[:, 1].sum(dtype=np.int64))
         return (Part(".ulp", "U8", (size,), self._pieces(directory, blocks, spool)),)
 
     @staticmethod
@@ -71,25 +55,75 @@ class Ulp:
     ) -> Iterator[bytes]:
         yield directory.tobytes()
         for block in blocks:
-            for stream in block.streams:
-                yield spool.read(stream)
+            yield spool.read(block.streams[0])
 
     def decoder(self, target: Target, parts: Mapping[str, StoredPart]) -> UlpDecoder:
         return UlpDecoder(target, parts[".ulp"])
 
 
+def _gaps(positions: Positions) -> npt.NDArray[np.uint32]:
+    """Rising positions, shape (n,), below 2^31, as gaps to the one before; the first to -1."""
+    at = positions.astype(np.int32)
+    gaps = np.empty(at.size, np.int32)
+    if at.size:
+        gaps[0] = at[0]
+        np.subtract(at[1:], at[:-1], out=gaps[1:])
+        gaps[1:] -= 1
+    return gaps.view(np.uint32)
+
+
+def _encode_steps(steps: Steps) -> bytes:
+    down = steps < 0
+    beyond = np.abs(steps).view(f"<u{steps.itemsize}")  # as unsigned, right for the lowest step too
+    beyond -= beyond.dtype.type(1)
+    longer = np.flatnonzero(beyond != 0)
+    return b"".join(
+        [
+            np.packbits(down, bitorder="little").tobytes(),
+            longer.size.to_bytes(4, "little"),
+            integers.encode(_gaps(longer)),
+            integers.encode(beyond.take(longer) - beyond.dtype.type(1)),
+        ]
+    )
+
+
+def _decode_steps(reader: integers.Reader, count: int, width: int) -> Steps:
+    signs = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
+    down = np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
+    beyond = np.zeros(count, f"<u{width}")
+    longer = _decode_positions(reader, reader.number(), count)
+    lengths = integers.decode(reader, longer.size)
+    if lengths.size and int(lengths.max()) >= (1 << (8 * width - 1)) - 1:
+        raise integers.Undecodable(f"a step is longer than elements of {width} bytes allow")
+    beyond[longer] = lengths + np.uint64(1)
+    steps = beyond.view(f"<i{width}")
+    return np.where(down, ~steps, steps + steps.dtype.type(1))
+
+
+def _decode_positions(reader: integers.Reader, count: int, length: int) -> Positions:
+    """``count`` strictly rising positions below ``length``, shape (count,). Raises Undecodable."""
+    if count > length:
+        raise integers.Undecodable(f"{count} positions do not fit {length} elements")
+    gaps = integers.decode(reader, count)
+    if count and int(gaps.max()) >= length:  # before a sum of such could wrap around
+        raise integers.Undecodable(f"a gap of {int(gaps.max())} leaves {length} elements")
+    positions = np.cumsum(gaps.view(np.int64) + 1) - 1
+    if count and int(positions[-1]) >= length:
+        raise integers.Undecodable(f"position {int(positions[-1])} is past {length} elements")
+    return positions
+
+
 class UlpDecoder:
-    """Reads the directory, checks that it fills the part, and decodes a block's streams on demand."""
+    """Reads the directory, checks that it fills the part, and decodes a block's bytes on demand."""
 
     def __init__(self, target: Target, part: StoredPart) -> None:
         self._target, self._data = target, part.data
         blocks = block_count(target.elements)
-        head = 12 * blocks
+        head = 8 * blocks
         if part.dtype != "U8" or part.data.size < head:
             raise self._malformed("the directory of blocks is cut short", head, part.data.size)
-        self._directory = part.data[:head].view("<u4").reshape(blocks, 3).astype(np.int64)
-        sizes = self._directory[:, 1:].ravel()
-        self._ends = head + np.cumsum(sizes)
+        self._directory = part.data[:head].view("<u4").reshape(blocks, 2).astype(np.int64)
+        self._ends = head + np.cumsum(self._directory[:, 1])
         end = int(self._ends[-1]) if blocks else head
         if end != part.data.size:
             raise self._malformed("the blocks do not fill the tensor's part", end, part.data.size)
@@ -101,45 +135,41 @@ class UlpDecoder:
             what, file=target.file, tensor=target.name, expected=expected, found=found
         )
 
-    def _stream(self, number: int, which: int, dtype: str) -> npt.NDArray[Any]:
-        count = int(self._directory[number, 0])
-        end = int(self._ends[2 * number + which])
-        start = end - int(self._directory[number, 1 + which])
-        values = np.empty(count, dtype)
+    def _open(self, number: int, length: int) -> tuple[integers.Reader, Positions]:
+        """A block's reader, after its positions have been read."""
+        count, size = self._directory[number].tolist()
+        end = int(self._ends[number])
+        reader = integers.Reader(memoryview(self._data[end - size : end]))
         try:
-            progress = standalone.simple_decompress_into(self._data[start:end].tobytes(), values)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise self._malformed(f"block {number} cannot be decoded ({error})") from None
-        except BaseException as error:  # a panic in the codec's own code is no Exception
-            if type(error).__name__ != "PanicException":
-                raise
-            raise self._malformed(f"block {number} cannot be decoded ({error})") from None
-        if progress.n_processed != count or not progress.finished:
-            what = f"block {number} holds another number of changes than its directory says"
-            raise self._malformed(what, count, progress.n_processed)
-        return values
+            if size and not count:
+                raise integers.Undecodable("there are bytes but no changes")
+            return reader, _decode_positions(reader, count, length)
+        except integers.Undecodable as error:
+            raise self._undecodable(number, error) from None
+
+    def _undecodable(self, number: int, error: integers.Undecodable) -> Malformed:
+        return self._malformed(f"block {number} cannot be decoded: {error}")
+
+    def numbers(self) -> Sequence[int]:
+        return np.flatnonzero(self._directory[:, 0]).tolist()
 
     def positions(self, number: int, length: int) -> Positions:
-        count = int(self._directory[number, 0])
-        if count > length:
-            raise self._malformed(f"block {number} has more changes than elements", length, count)
-        if not count:
-            if self._directory[number].any():
-                raise self._malformed(f"block {number} has streams but no changes")
-            return np.empty(0, np.int64)
-        # No sum can wrap: at most 2^22 gaps of less than 2^32.
-        found = np.cumsum(self._stream(number, 0, "<u4").astype(np.int64) + 1) - 1
-        if int(found[-1]) >= length:
-            what = f"a position in block {number} is out of range"
-            raise self._malformed(what, f"< {length}", int(found[-1]))
-        return found
+        return self._open(number, length)[1]
+
+    def steps(self, number: int, length: int) -> tuple[Positions, Steps]:
+        """Positions and steps of a block of ``length`` elements; needs no base. Raises Malformed."""
+        reader, positions = self._open(number, length)
+        width = element_bytes(self._target.dtype)
+        if not positions.size:
+            return positions, np.empty(0, f"<i{width}")
+        try:
+            steps = _decode_steps(reader, positions.size, width)
+            if reader.at != len(reader.data):
+                raise integers.Undecodable("bytes are left over")
+        except integers.Undecodable as error:
+            raise self._undecodable(number, error) from None
+        return positions, steps
 
     def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
-        positions = self.positions(number, base.size)
-        if not positions.size:
-            return positions, np.empty(0, base.dtype)
-        steps = self._stream(number, 1, f"<i{element_bytes(self._target.dtype)}")
+        positions, steps = self.steps(number, base.size)
         return positions, take_steps(base[positions], steps, self._target.dtype)
-
-
-assert BLOCK < 1 << 31  # positions within a block fit an int32

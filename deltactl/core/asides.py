@@ -1,0 +1,137 @@
+"""Temporary names beside a target, and what processes that died left under such names.
+
+An aside is called ``.<target>.<host>.<random>.<what>.tmp``, and its maker holds a lock on it for as
+long as it lives; the kernel drops the lock with the process, however that ends. So whoever next
+writes to the same target can tell left-overs from work in hand: same host, and nobody holds the lock.
+Those of other hosts are never touched, as some file systems keep such locks to one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+NEW = "new"
+"""What is being written, and has no other name yet."""
+
+OLD = "old"
+"""What had the target's name until now; the only copy of it, where nothing has that name."""
+
+_LONGEST_STEM = 150  # bytes: a name has 255, and the rest of an aside's takes some
+_ATTEMPTS = 8
+
+
+def aside(path: Path, what: str) -> Path:
+    """A name beside ``path`` that nothing has."""
+    return path.with_name(f".{_stem(path)}.{_host()}.{secrets.token_hex(4)}.{what}.tmp")
+
+
+def _stem(path: Path) -> str:
+    raw = os.fsencode(path.name)
+    return path.name if len(raw) <= _LONGEST_STEM else hashlib.blake2s(raw).hexdigest()
+
+
+@cache
+def _host() -> str:
+    """Eight digits for this machine. Containers that share a machine have names of their own."""
+    name = socket.gethostname()
+    for file in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
+        with contextlib.suppress(OSError):
+            name += "\n" + Path(file).read_text()
+            break
+    return hashlib.blake2s(name.encode(), digest_size=4).hexdigest()
+
+
+@contextlib.contextmanager
+def held_aside(path: Path, what: str, make: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
+    """A new aside of ``path`` under this process's lock, and its file descriptor.
+
+    ``make`` creates what the name it is given shall have, and opens it. The descriptor is closed in the
+    end; removing what then has the name is for the caller. First clears what others left.
+    """
+    recover(path)
+    for attempt in itertools.count(1):
+        name = aside(path, what)
+        try:
+            fd = make(name)
+        except FileNotFoundError:  # taken for a left-over in the moment before it is locked
+            if attempt == _ATTEMPTS:
+                raise
+            continue
+        try:
+            if _take(fd, name) is False and attempt < _ATTEMPTS:
+                continue
+            yield name, fd
+            return
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def lock_held(path: Path) -> Iterator[None]:
+    """Hold the lock of a directory that gets an aside's name, where there are such locks."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        _take(fd, path)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _take(fd: int, name: Path) -> bool | None:
+    """Lock what ``fd`` is; False if somebody has it, or has removed it; None: no locks here."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    try:
+        return os.path.samestat(os.lstat(name), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def recover(path: Path) -> None:
+    """Clear what dead processes of this host left beside ``path``.
+
+    If one died between moving the old content away and giving the new one its name, the old content
+    gets its name back. Errors are for the next one who comes: nothing here is needed for correctness.
+    """
+    pattern = rf"\.{re.escape(_stem(path))}\.{_host()}\.[0-9a-f]{{8}}\.({NEW}|{OLD})\.tmp"
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(path.parent) if re.fullmatch(pattern, name)]
+        for name in sorted(names, reverse=True):  # any "old" is dealt with either way
+            with contextlib.suppress(OSError):
+                _clear(path.with_name(name), path)
+
+
+def _clear(name: Path, path: Path) -> None:
+    fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if not _take(fd, name):
+            return
+        if name.name.endswith(f".{OLD}.tmp") and not os.path.lexists(path):
+            os.rename(name, path)
+        else:
+            remove(name)
+    finally:
+        os.close(fd)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a directory with all it holds, as far as that goes."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()

@@ -1,0 +1,37 @@
+"""The buckets that the conformance suite runs over: one more kind is one more param here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltactl.bucket import open_bucket
+from deltactl.core.store import Bucket
+
+OpenBucket = Callable[..., Bucket]
+"""``open_at(prefix="chain")``: a bucket at that prefix of a place that is the test's own, empty
+at first. Each call makes a new object, as another process would."""
+
+
+def _local(request: pytest.FixtureRequest) -> OpenBucket:
+    root: Path = request.getfixturevalue("tmp_path")
+
+    def open_at(prefix: str = "chain") -> Bucket:
+        return open_bucket(str(root / "buckets" / prefix))
+
+    return open_at
+
+
+KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {"local": _local}
+
+
+@pytest.fixture(params=KINDS)
+def open_at(request: pytest.FixtureRequest) -> OpenBucket:
+    return KINDS[request.param](request)
+
+
+@pytest.fixture
+def bucket(open_at: OpenBucket) -> Bucket:
+    return open_at()

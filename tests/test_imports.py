@@ -1,0 +1,43 @@
+"""What importing the library costs, and what it must never bring along."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import deltactl.bucket
+import deltactl.core
+
+NEVER = ("rich", "torch", "transformers", "typer")
+
+
+def modules_of(package: object) -> list[str]:
+    path, name = package.__path__, package.__name__  # type: ignore[attr-defined]
+    return [name, *(found.name for found in pkgutil.walk_packages(path, f"{name}."))]
+
+
+@pytest.mark.parametrize("package", [deltactl.core, deltactl.bucket], ids=lambda p: p.__name__)
+def test_no_module_imports_the_interface_or_torch(package: object) -> None:
+    """One after the other in a fresh interpreter, so that a culprit is named."""
+    modules = modules_of(package)
+    assert len(modules) > 1
+    program = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        f"    found = [never for never in {NEVER!r} if never in sys.modules]\n"
+        "    assert not found, f'{name} imports {found}'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_itself_is_light() -> None:
+    program = "import sys, deltactl; print(*(m for m in ('numpy', 'blake3') if m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == ""
