@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
 
 
 def count(number: int | None) -> str:
@@ -78,3 +79,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
         return "  ".join(f"{c:>{w}}" if r else f"{c:<{w}}" for c, w, r in filled).rstrip()
 
     return [line(row) for row in cells]
+
+
+def seconds(number: float) -> str:
+    """A time: ``0.7 ms``, ``12 ms``, ``3.4 s``, ``5.6 min``, ``7.8 h``."""
+    limits = (("ms", 1e-3, 1.0), ("s", 1.0, 100.0), ("min", 60.0, 6000.0), ("h", 3600.0, inf))
+    unit, length = next((unit, length) for unit, length, limit in limits if number < limit)
+    value = number / length
+    if 0 < value < 0.05:
+        return f"<0.1 {unit}"
+    return f"{value:,.{1 if value < 9.95 else 0}f} {unit}"
+
+
+def bandwidth(bits_per_second: float) -> str:
+    """A rate in bits: ``100 Mbit/s``, ``2.5 Gbit/s``."""
+    giga = bits_per_second >= 1e9
+    return f"{bits_per_second / (1e9 if giga else 1e6):,g} {'G' if giga else 'M'}bit/s"

@@ -35,6 +35,7 @@ from deltactl.core.header import (
     table_text,
     utf8,
 )
+from deltactl.core.reading import parse_json
 from deltactl.core.safetensors_io import Header, nbytes_of
 
 INDEX = "model.safetensors.index.json"
@@ -162,19 +163,20 @@ def parse_anchor_index(raw: bytes, file: object) -> AnchorHeader:
 
 
 def _index_document(raw: bytes, file: object) -> tuple[dict[str, object], dict[str, str]]:
-    try:
-        document = json.loads(raw.decode("utf-8"))
-        metadata, weight_map = document["metadata"], document["weight_map"]
-        strings = all(isinstance(shard, str) for shard in weight_map.values())
-        if not strings or not isinstance(metadata, dict):
-            raise TypeError
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise Malformed("the anchor's index is torn or is no index", file=file) from None
+    document = parse_json(raw, file, what="the anchor's index")
+    metadata, weight_map = document.get("metadata"), document.get("weight_map")
+    if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+        raise Malformed("the anchor's index lacks its metadata or its weight_map", file=file)
+    if not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise Malformed("the index's weight_map is no map of strings", file=file)
     return metadata, weight_map
 
 
 def _parse_files(text: str, file: object) -> tuple[AnchorFile, ...]:
-    return tuple(_parse_file(row, file) for row in table_rows(text, file))
+    files = tuple(_parse_file(row, file) for row in table_rows(text, file))
+    if len({f.name for f in files}) != len(files):
+        raise Malformed("the anchor's list of files names one twice", file=file)
+    return files
 
 
 def _parse_file(row: object, file: object) -> AnchorFile:

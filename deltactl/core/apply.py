@@ -32,8 +32,8 @@ _INDEX = ".safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ApplyReport:
-    """What ``apply_delta`` did. ``written`` is False where the result was there already; ``proven`` is
-    False where the delta has no digest to prove the result by (TRL's)."""
+    """What ``apply_delta`` did. ``written`` is False where the result was there already; ``proven``
+    is False where the delta has no digest to prove the result by (TRL's)."""
 
     out: Path
     state: str
@@ -48,9 +48,9 @@ def apply_delta(
 ) -> ApplyReport:
     """Write the state that a delta leads to from ``base_path`` to ``out``, or in place with None.
 
-    The result has the form and the shard layout of the base. Nothing is visible before it is proven.
-    Raises Conflict for another base (before anything is written) or an ``out`` that holds something
-    else, Malformed for a torn delta or a result that is not the one that the delta names.
+    The result has the form and the shard layout of the base. Nothing is visible before it is
+    proven. Raises Conflict for another base (before anything is written) or an ``out`` that holds
+    something else, Malformed for a torn delta or a result that is not the one that the delta names.
     """
     recover(base_path.resolve())  # of an apply in place that died, nothing but the old may be left
     delta = open_delta(delta_path)
@@ -157,11 +157,12 @@ def another_base(delta: Delta, found: str) -> Conflict:
 
 
 def which_side(base: Checkpoint, delta: Delta) -> Side:
-    """Whether a checkpoint is what the delta stands on or what it leads to, by the changed elements.
+    """Whether a checkpoint is what the delta stands on or what it leads to, by the changed
+    elements.
 
-    O(changed): gathers the bits at the changed positions and compares their touch sums. It does not see
-    the other elements; the digest of the result does. For deltas with digests alone. Raises Conflict if
-    the checkpoint is neither.
+    O(changed): gathers the bits at the changed positions and compares their touch sums. It does not
+    see the other elements; the digest of the result does. For deltas with digests alone. Raises
+    Conflict if the checkpoint is neither.
     """
     records = list(delta.records.values())
     results = map_largest_first(lambda r: _sides_of(base, delta, r), records, lambda r: r.changed)
@@ -239,8 +240,8 @@ def write_result(
 ) -> Written:
     """Write what ``deltas`` lead to from ``base`` under its final name, once it is proven.
 
-    ``in_place``: ``out`` is the base's own place; what else is in that directory stays. ``expected``:
-    the state to prove, None where nothing says it. Raises Conflict, Malformed.
+    ``in_place``: ``out`` is the base's own place; what else is in that directory stays.
+    ``expected``: the state to prove, None where nothing says it. Raises Conflict, Malformed.
     """
     if not base.is_directory:
         with atomic_file(out) as file:
@@ -280,7 +281,7 @@ def prove(
 
 
 def carry_over(old: Path, new: Path, weights: Set[str]) -> None:
-    """Give ``new`` every file of ``old`` that it lacks, but for the weights and what repeats them."""
+    """Give ``new`` every file of ``old`` that it lacks, but weights and what repeats them."""
     for directory, names, files in os.walk(old):
         target = new / Path(directory).relative_to(old)
         if os.path.lexists(target) and not target.is_dir():
@@ -301,4 +302,3 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-

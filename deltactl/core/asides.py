@@ -2,8 +2,8 @@
 
 An aside is called ``.<target>.<host>.<random>.<what>.tmp``, and its maker holds a lock on it for as
 long as it lives; the kernel drops the lock with the process, however that ends. So whoever next
-writes to the same target can tell left-overs from work in hand: same host, and nobody holds the lock.
-Those of other hosts are never touched, as some file systems keep such locks to one host.
+writes to the same target can tell left-overs from work in hand: same host, and nobody holds the
+lock. Those of other hosts are never touched, as some file systems keep such locks to one host.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _host() -> str:
 def held_aside(path: Path, what: str, make: Callable[[Path], int]) -> Iterator[tuple[Path, int]]:
     """A new aside of ``path`` under this process's lock, and its file descriptor.
 
-    ``make`` creates what the name it is given shall have, and opens it. The descriptor is closed in the
-    end; removing what then has the name is for the caller. First clears what others left.
+    ``make`` creates what the name it is given shall have, and opens it. The descriptor is closed in
+    the end; removing what then has the name is for the caller. First clears what others left.
     """
     recover(path)
     for attempt in itertools.count(1):
@@ -105,7 +105,8 @@ def recover(path: Path) -> None:
     """Clear what dead processes of this host left beside ``path``.
 
     If one died between moving the old content away and giving the new one its name, the old content
-    gets its name back. Errors are for the next one who comes: nothing here is needed for correctness.
+    gets its name back. Errors are for the next one who comes: nothing here is needed for
+    correctness.
     """
     pattern = rf"\.{re.escape(_stem(path))}\.{_host()}\.[0-9a-f]{{8}}\.({NEW}|{OLD})\.tmp"
     with contextlib.suppress(OSError):

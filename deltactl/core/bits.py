@@ -1,7 +1,8 @@
 """Tensors as bit patterns: elements, changed positions, units in the last place, touch sums.
 
 An *element* is an unsigned integer of 1, 2, 4 or 8 bytes. Packed types of less than a byte (F4, F6)
-are bytes. No float operation is used anywhere: NaN payloads, -0.0 and denormals are bits like others.
+are bytes. No float operation is used anywhere: NaN payloads, -0.0 and denormals are bits like
+others.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ Steps = npt.NDArray[Any]
 
 Positions = npt.NDArray[np.int64]
 
-_UNSIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
-_SIGNED: dict[int, np.dtype[Any]] = {1: np.dtype("<i1"), 2: np.dtype("<i2"), 4: np.dtype("<i4"), 8: np.dtype("<i8")}
+_UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
+_SIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<i1"),
+    2: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    8: np.dtype("<i8"),
+}
 
 SIGN_MAGNITUDE = frozenset(
     {"F16", "BF16", "F32", "F64", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
@@ -71,16 +82,18 @@ def _ordered(bits: Bits, dtype: str) -> Bits:
     if dtype not in SIGN_MAGNITUDE:
         return bits
     width = bits.dtype.itemsize
-    negative = (bits.view(_SIGNED[width]) >> (8 * width - 1)).view(bits.dtype)
-    return bits ^ (negative | bits.dtype.type(1 << (8 * width - 1)))
+    negative: Bits = (bits.view(_SIGNED[width]) >> (8 * width - 1)).view(bits.dtype)
+    ordered: Bits = bits ^ (negative | bits.dtype.type(1 << (8 * width - 1)))
+    return ordered
 
 
 def _unordered(order: Bits, dtype: str) -> Bits:
     if dtype not in SIGN_MAGNITUDE:
         return order
     width = order.dtype.itemsize
-    positive = (order.view(_SIGNED[width]) >> (8 * width - 1)).view(order.dtype)
-    return order ^ (~positive | order.dtype.type(1 << (8 * width - 1)))
+    positive: Bits = (order.view(_SIGNED[width]) >> (8 * width - 1)).view(order.dtype)
+    bits: Bits = order ^ (~positive | order.dtype.type(1 << (8 * width - 1)))
+    return bits
 
 
 def steps_between(old: Bits, new: Bits, dtype: str) -> Steps:

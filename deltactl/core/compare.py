@@ -19,8 +19,9 @@ from deltactl.core.replay import Stack, final_stacks
 def first_differences(
     base: Checkpoint, deltas: Sequence[Delta], other: Checkpoint, progress: Progress
 ) -> list[DeltactlError]:
-    """One error for each tensor that differs, in order of name: its first differing element's index and
-    both bit patterns, or that one side lacks it, or has it in another dtype or shape. Raises Malformed.
+    """One error for each tensor that differs, in order of name: its first differing element's index
+    and both bit patterns, or that one side lacks it, or has it in another dtype or shape. Raises
+    Malformed.
     """
     rebuilt = final_stacks(base, deltas)
     names = sorted({*rebuilt, *other.tensors}, key=utf8)

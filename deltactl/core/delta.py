@@ -73,7 +73,9 @@ def parse_delta(header: Header, file: object) -> DeltaHeader:
     in_order([record.name for record in records], file)
     keys = _match_parts(header, encoding, records, file)
     records = [
-        replace(record, nbytes=sum(header.entries[key].nbytes for key in keys[record.name].values()))
+        replace(
+            record, nbytes=sum(header.entries[key].nbytes for key in keys[record.name].values())
+        )
         for record in records
     ]
     step = "model_version" in metadata
@@ -188,7 +190,8 @@ class Delta:
         return self._stored(self.header._keys[name][DENSE]).data
 
     def decoder(self, name: str, dtype: str, element_count: int) -> Decoder:
-        """The changes of a sparse tensor, which in the base has ``element_count`` elements of ``dtype``.
+        """The changes of a sparse tensor, which in the base has ``element_count`` elements of
+        ``dtype``.
 
         Raises Malformed where the delta's record says otherwise or the parts do not fit.
         """

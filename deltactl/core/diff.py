@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,9 +99,9 @@ def diff(
 ) -> DiffReport:
     """Make the delta that leads from ``base`` to ``result``.
 
-    Written to ``out``, a path (which gets it whole or not at all) or an open file; with None it is only
-    measured. ``step`` and ``base_step`` are the model versions to write into its header. Raises
-    UsageError for an unknown encoding.
+    Written to ``out``, a path (which gets it whole or not at all) or an open file; with None it is
+    only measured. ``step`` and ``base_step`` are the model versions to write into its header.
+    Raises UsageError for an unknown encoding.
     """
     codec = encoding_named(encoding)
     names = sorted({*base.tensors, *result.tensors}, key=utf8)
@@ -116,7 +116,7 @@ def diff(
 
         size_of = dict(zip(names, sizes, strict=True))
         compared = map_largest_first(work, names, size_of.__getitem__)
-        report = _report(base, result, codec.name, compared)
+        report = _report(result, codec.name, compared)
         writer = _Writer(report, compared, step, base_step)
         target = atomic_file(out) if isinstance(out, Path) else nullcontext(out)
         with target as file:
@@ -135,19 +135,24 @@ def _compare(
     threads: int,
     meter: Meter,
 ) -> _Compared:
-    if before is not None and after is not None:
-        if (before.dtype, before.shape) == (after.dtype, after.shape):
-            return _Comparison(before, after, codec, spool, threads, meter).run()
+    if before is not None and after is not None and _alike(before, after):
+        return _Comparison(before, after, codec, spool, threads, meter).run()
     old = _digested(before, threads, meter)
     new = _digested(after, threads, meter)
     if after is None or new is None:
         assert before is not None
-        return _Compared(old, None, Record(before.name, "removed", before.dtype, before.shape, 0), ())
+        return _Compared(
+            old, None, Record(before.name, "removed", before.dtype, before.shape, 0), ()
+        )
     count = after.nbytes // element_bytes(after.dtype)
     record = Record(after.name, "added", after.dtype, after.shape, count, new.digest)
     if before is not None:
         record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
     return _Compared(old, new, record, (_dense(after),))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
 def _digested(tensor: Tensor | None, threads: int, meter: Meter) -> TensorState | None:
@@ -251,10 +256,7 @@ def _size(part: Part) -> int:
     return bits // 8
 
 
-def _report(
-    base: Checkpoint, result: Checkpoint, encoding: str, compared: Iterable[_Compared]
-) -> DiffReport:
-    compared = list(compared)
+def _report(result: Checkpoint, encoding: str, compared: Sequence[_Compared]) -> DiffReport:
     after = tuple(c.after for c in compared if c.after is not None)
     records = tuple(
         replace(c.record, nbytes=sum(map(_size, c.parts))) for c in compared if c.record is not None
@@ -316,9 +318,7 @@ class _Writer:
         return end - start
 
 
-def delta_metadata(
-    report: DiffReport, step: int | None, base_step: int | None
-) -> dict[str, str]:
+def delta_metadata(report: DiffReport, step: int | None, base_step: int | None) -> dict[str, str]:
     """The metadata of a delta but for the payload's digest; the header's own is a placeholder."""
     metadata = {
         "format": TRL_FORMAT,

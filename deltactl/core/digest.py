@@ -32,9 +32,9 @@ def state_digest(tensors: Iterable[TensorState]) -> str:
     """The digest of a state, 64 hexadecimal digits.
 
     BLAKE3 over the tensors in order of the UTF-8 bytes of their names, each as: length of the name
-    and the name, length of the dtype and the dtype, number of dimensions and the dimensions, 32 bytes
-    of digest; every number 8 bytes little-endian. The lengths keep two different states from sharing
-    one stream of bytes. Names of files and shards do not enter.
+    and the name, length of the dtype and the dtype, number of dimensions and the dimensions, 32
+    bytes of digest; every number 8 bytes little-endian. The lengths keep two different states from
+    sharing one stream of bytes. Names of files and shards do not enter.
     """
     state = blake3()
     for name, tensor in sorted(((t.name.encode(), t) for t in tensors), key=lambda pair: pair[0]):
@@ -48,5 +48,7 @@ def state_digest(tensors: Iterable[TensorState]) -> str:
 def is_digest(text: object) -> bool:
     """Whether ``text`` is 64 lower-case hexadecimal digits."""
     return (
-        isinstance(text, str) and len(text) == HEX_DIGITS and not set(text) - set("0123456789abcdef")
+        isinstance(text, str)
+        and len(text) == HEX_DIGITS
+        and not set(text) - set("0123456789abcdef")
     )

@@ -1,7 +1,7 @@
 """Exceptions that carry facts.
 
-Each says what is wrong and, where they are known, which file, tensor and step, what was expected and
-what was found, and what to type next. The command line maps classes to exit codes; nothing here
+Each says what is wrong and, where they are known, which file, tensor and step, what was expected
+and what was found, and what to type next. The command line maps classes to exit codes; nothing here
 prints.
 """
 
@@ -38,7 +38,8 @@ class DeltactlError(Exception):
         super().__init__(what)
 
     def facts(self) -> dict[str, Any]:
-        """The keys of one row of ``errors`` in ``--json``: step, file, tensor, what, expected, found."""
+        """The keys of one row of ``errors`` in ``--json``: step, file, tensor, what, expected,
+        found."""
         return {
             "step": self.step,
             "file": self.file,

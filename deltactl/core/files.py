@@ -61,7 +61,7 @@ def temporary_file(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
 
 @contextlib.contextmanager
 def temporary_directory(path: Path) -> Iterator[Path]:
-    """A new directory beside ``path``; what has its name in the end is removed with all it holds."""
+    """A new directory beside ``path``; what has its name in the end is removed as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with held_aside(path, NEW, _make_directory) as (name, _):
         try:
@@ -81,10 +81,11 @@ def _make_directory(name: Path) -> int:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes the name ``path`` when the block ends well, and vanishes otherwise.
+    """A file to write that takes the name ``path`` when the block ends well, and vanishes
+    otherwise.
 
-    Synced to disk; replaces what had the name, and has its permissions, or else those that the umask
-    gives. Raises UsageError where the name is that of a directory or a device.
+    Synced to disk; replaces what had the name, and has its permissions, or else those that the
+    umask gives. Raises UsageError where the name is that of a directory or a device.
     """
     if path.exists() and not path.is_file():
         raise UsageError("the output is there and is no regular file", file=path)
@@ -102,8 +103,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     """A new directory to fill that takes the name ``path`` when the block ends well.
 
     A directory that had the name is exchanged for the new one in a single step where the system can
-    (Linux's renameat2), else renamed away first; then it is removed. If the block fails, the new one
-    is removed and the old one stays. Files put into it must have been synced by who wrote them.
+    (Linux's renameat2), else renamed away first; then it is removed. If the block fails, the new
+    one is removed and the old one stays. Files put into it must have been synced by who wrote them.
     """
     path = path.resolve()  # the directory behind a symbolic link, not the link
     with temporary_directory(path) as temporary:

@@ -10,11 +10,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 from deltactl.core.bits import element_bytes
 from deltactl.core.digest import HEX_DIGITS, TensorState, hasher, is_digest
 from deltactl.core.errors import Malformed, Unsupported
+from deltactl.core.reading import parse_json_list
 from deltactl.core.safetensors_io import DTYPE_BITS, nbytes_of
 
 FORMAT_VERSION = "1"
@@ -31,10 +33,10 @@ class Record:
     """One tensor that a delta changes.
 
     ``dtype`` and ``shape`` are the result's (the base's for a removed one); ``base_dtype`` and
-    ``base_shape`` are set where the base's differ. ``changed`` counts elements; ``digest`` is that of
-    the whole new tensor, ``old_sum`` and ``new_sum`` are touch sums over the changed elements, for
-    sparse ones alone. ``nbytes`` is what the tensor takes in the delta. TRL's deltas have no digests,
-    no sums, and no shape: then ``shape`` is None and ``dtype`` may be.
+    ``base_shape`` are set where the base's differ. ``changed`` counts elements; ``digest`` is that
+    of the whole new tensor, ``old_sum`` and ``new_sum`` are touch sums over the changed elements,
+    for sparse ones alone. ``nbytes`` is what the tensor takes in the delta. TRL's deltas have no
+    digests, no sums, and no shape: then ``shape`` is None and ``dtype`` may be.
     """
 
     name: str
@@ -165,14 +167,8 @@ def table_text(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def table_rows(text: str, file: object) -> list[Any]:
-    """The rows of ``deltactl.tensors``. Raises Malformed."""
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError):
-        rows = None
-    if not isinstance(rows, list):
-        raise Malformed("the header's tensor table is no JSON list", file=file)
-    return rows
+    """The rows of ``deltactl.tensors`` or ``deltactl.files``. Raises Malformed."""
+    return parse_json_list(text, file, what="the header's table")
 
 
 def in_order(names: list[str], file: object) -> None:
@@ -181,7 +177,7 @@ def in_order(names: list[str], file: object) -> None:
         keys = [utf8(name) for name in names]
     except UnicodeEncodeError:
         raise Malformed("a name in the tensor table is no text", file=file) from None
-    for before, after in zip(keys, keys[1:], strict=False):
+    for before, after in pairwise(keys):
         if before >= after:
             what = "the tensor table is not in order of names"
             raise Malformed(what, file=file, tensor=after.decode())
@@ -227,8 +223,8 @@ def check_version(metadata: Mapping[str, object], file: object) -> None:
 def seal(raw: bytes) -> bytes:
     """Put the header's own digest in the place that PLACEHOLDER holds for it.
 
-    ``raw``: all bytes of the header (of an index, all bytes of the file), compact JSON, in which the
-    value of ``deltactl.header_digest`` is 64 zeros.
+    ``raw``: all bytes of the header (of an index, all bytes of the file), compact JSON, in which
+    the value of ``deltactl.header_digest`` is 64 zeros.
     """
     at = _digest_place(raw, PLACEHOLDER)
     if at is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called as ``progress(what, done, total)``, both in bytes, from any thread, never twice at once."""
+"""Called as ``progress(what, done, total)``, both in bytes, from any thread, never twice at once.
+"""
 
 
 def silent(what: str, done: int, total: int) -> None:

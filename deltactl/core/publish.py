@@ -39,9 +39,9 @@ ANCHOR_EVERY = 10
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What ``push`` did, or with ``dry_run`` would do. ``kind``: the link that the step is known by;
-    ``bytes``: of all objects that were written; ``files``: their names. An anchor's step has its delta
-    too. ``written``: False where the step was there already with the same content."""
+    """What ``push`` did, or with ``dry_run`` would do. ``kind``: the link that the step is known
+    by; ``bytes``: of all objects that were written; ``files``: their names. An anchor's step has
+    its delta too. ``written``: False where the step was there already with the same content."""
 
     step: int
     kind: str
@@ -67,11 +67,11 @@ def push(
 ) -> PushReport:
     """Publish a checkpoint, or a delta file, as ``step`` (by default the one after the tip).
 
-    The first push is an anchor. Later ones are a delta against the tip, which is kept in a local cache,
-    or is at ``base``; a step at or past the next multiple of ``anchor_every`` is an anchor as well (0:
-    never). Delta first, so that the chain is whole at every moment. A step that is there with the same
-    state is left as it is. Raises Conflict for one with another state, for a step below the tip, and
-    for a base that is not the tip; and what the bucket raises.
+    The first push is an anchor. Later ones are a delta against the tip, which is kept in a local
+    cache, or is at ``base``; a step at or past the next multiple of ``anchor_every`` is an anchor
+    as well (0: never). Delta first, so that the chain is whole at every moment. A step that is
+    there with the same state is left as it is. Raises Conflict for one with another state, for a
+    step below the tip, and for a base that is not the tip; and what the bucket raises.
     """
     encoding_named(encoding)
     if step is not None and step < 0:
@@ -426,5 +426,3 @@ def _restamped(source: Path, out: Path, step: int, base_step: int) -> int:
         file.seek(payload)
         shutil.copyfileobj(file, target, 1 << 20)
         return target.tell()
-
-

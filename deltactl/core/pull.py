@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.anchor import INDEX, AnchorFile, AnchorHeader
+from deltactl.core.anchor import INDEX
+from deltactl.core.anchor_check import (
+    anchor_files,
+    aux_files,
+    check_file,
+    has_file,
+    tensor_faults,
+)
 from deltactl.core.apply import carry_over, prove
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
-from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.files import (
     atomic_directory,
@@ -25,10 +31,9 @@ from deltactl.core.files import (
     temporary_directory,
 )
 from deltactl.core.hf_directory import find_weights
-from deltactl.core.identity import header_digest, state_of
+from deltactl.core.identity import state_of
 from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress, silent
-from deltactl.core.reading import open_regular
 from deltactl.core.rebuild import write_directory
 from deltactl.core.store import Bucket
 
@@ -42,9 +47,9 @@ _OUR_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 @dataclass(frozen=True, slots=True)
 class PullReport:
     """What ``pull`` did. ``bytes_fetched``: of links, headers read on the way not counted;
-    ``from_step``: the step that the directory held and that was built on; ``written``: False where it
-    held the wanted one; ``proven``: False where no digest says what the result should be (TRL's);
-    ``newer``: steps above that are in the bucket and cannot be rebuilt."""
+    ``from_step``: the step that the directory held and that was built on; ``written``: False where
+    it held the wanted one; ``proven``: False where no digest says what the result should be
+    (TRL's); ``newer``: steps above that are in the bucket and cannot be rebuilt."""
 
     step: int
     state: str
@@ -69,9 +74,9 @@ def pull(
 ) -> PullReport:
     """Make ``dest`` a Hugging Face directory of a step, the tip by default.
 
-    If ``dest`` holds an earlier step of the chain only the deltas between are fetched, unless an anchor
-    is the shorter way. Nothing is visible before it is proven. Raises NotFound, Malformed, and Conflict
-    where ``dest`` holds something that is not of this chain.
+    If ``dest`` holds an earlier step of the chain only the deltas between are fetched, unless an
+    anchor is the shorter way. Nothing is visible before it is proven. Raises NotFound, Malformed,
+    and Conflict where ``dest`` holds something that is not of this chain.
     """
     chain = read_chain(bucket)
     return materialize(bucket, chain, dest, step=step, progress=progress)
@@ -221,8 +226,9 @@ def fetched(
 
 
 def _has_strangers(link: Link, directory: Path) -> bool:
-    """Whether weights lie in an anchor's directory that its index does not name: left by a push that
-    came to no end. They are not the anchor's, and the directory cannot be opened where it is."""
+    """Whether weights lie in an anchor's directory that its index does not name: left by a push
+    that came to no end. They are not the anchor's, and the directory cannot be opened where it is.
+    """
     if not link.name.endswith(INDEX):
         return False
     known = {item.name.rsplit("/", 1)[1] for item in link.objects}
@@ -270,10 +276,12 @@ def _write(
         except Conflict as error:  # between links of one chain; no other checkpoint is in the play
             raise Malformed(error.what, **_where(error)) from None
         if anchor is not None:
-            for file in _anchor_files(anchor):
+            for file in anchor_files(anchor):
                 place = base.path if file.is_shard else directory
                 check_file(place / file.name, file, anchor)
-            _prove_anchor(anchor, base, written.state, expected)
+            if expected is not None and written.state != expected:
+                for fault in tensor_faults(base, anchor):  # whether its own bytes are to blame
+                    raise fault
         prove(base, deltas, written, expected)
         if replaces:
             carry_over(dest, directory, _weights_of(dest))
@@ -299,18 +307,12 @@ def _weights_of(dest: Path) -> set[str]:
 # The files that travel with the weights.
 
 
-def _anchor_files(anchor: Link) -> tuple[AnchorFile, ...]:
-    header = anchor.header
-    assert isinstance(header, AnchorHeader)
-    return header.files
-
-
 def _aux_of(anchor: Link, place: Path) -> dict[str, Path]:
-    return {f.name: place / f.name for f in _anchor_files(anchor) if not f.is_shard}
+    return {file.name: place / file.name for file in aux_files(anchor)}
 
 
 def _mend(bucket: Bucket, chain: Chain, dest: Path, step: int) -> int:
-    """Put right what ``dest`` has not as the chain has it, but for the weights; returns the bytes."""
+    """Put right what ``dest`` has not as the chain has it, but for weights; returns the bytes."""
     with _missing_aux(bucket, chain, dest, step) as aux:
         size = _size(aux)
         for name, path in aux.items():
@@ -320,15 +322,13 @@ def _mend(bucket: Bucket, chain: Chain, dest: Path, step: int) -> int:
 
 
 @contextlib.contextmanager
-def _missing_aux(
-    bucket: Bucket, chain: Chain, dest: Path, step: int
-) -> Iterator[dict[str, Path]]:
-    """The files of the newest anchor up to ``step`` that ``dest`` lacks or has otherwise, fetched and
-    checked. Deltas do not carry them, and a directory without its config cannot be served."""
+def _missing_aux(bucket: Bucket, chain: Chain, dest: Path, step: int) -> Iterator[dict[str, Path]]:
+    """The files of the newest anchor up to ``step`` that ``dest`` lacks or has otherwise, fetched
+    and checked. Deltas do not carry them, and a directory without its config cannot be served."""
     newest = max((s for s in chain.anchors if s <= step), default=None)
     anchor = None if newest is None else chain.anchors[newest]
-    files = [] if anchor is None else [f for f in _anchor_files(anchor) if not f.is_shard]
-    files = [file for file in files if not _has_file(dest / file.name, file)]
+    files = () if anchor is None else aux_files(anchor)
+    files = tuple(file for file in files if not has_file(dest / file.name, file))
     if anchor is None or not files:
         yield {}
         return
@@ -341,53 +341,5 @@ def _missing_aux(
         yield {file.name: fresh / file.name for file in files}
 
 
-def _has_file(path: Path, file: AnchorFile) -> bool:
-    return path.is_file() and path.stat().st_size == file.nbytes and _digest(path) == file.digest
-
-
 def _size(files: Mapping[str, Path]) -> int:
     return sum(path.stat().st_size for path in files.values())
-
-
-def _digest(path: Path) -> str:
-    digest = hasher()
-    with open_regular(path) as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    found: str = digest.hexdigest()
-    return found
-
-
-def check_file(path: Path, file: AnchorFile, anchor: Link) -> None:
-    """Compare a file of an anchor, of a shard its header, with the digest that the anchor's index
-    names. Raises Malformed, with the object's name for the file."""
-    name = anchor.name.removesuffix(INDEX) + file.name
-    try:
-        found = header_digest(path) if file.is_shard else _digest(path)
-    except DeltactlError as error:
-        error.file, error.step = name, anchor.step
-        raise
-    if found != file.digest:
-        whose = "shard's header" if file.is_shard else "file"
-        raise Malformed(
-            f"the {whose} does not have the digest that the anchor's index names",
-            file=name,
-            step=anchor.step,
-            expected=file.digest,
-            found=found,
-        )
-
-
-def _prove_anchor(anchor: Link, base: Checkpoint, state: str, expected: str | None) -> None:
-    """If the result is wrong, see whether the anchor's own bytes are to blame. Raises Malformed."""
-    if expected is None or state == expected:
-        return
-    found = state_of(base)
-    if found != anchor.result_state:
-        raise Malformed(
-            "the anchor's tensors do not have the state that it names",
-            file=anchor.name,
-            step=anchor.step,
-            expected=anchor.result_state,
-            found=found,
-        )

@@ -59,16 +59,10 @@ def parse_json(
     ``file`` and ``what`` the text is in it.
     """
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a key stands twice")
-        return result
-
     hooks: dict[str, Any] = {"parse_int": _size, "parse_float": _refuse} if sizes_only else {}
     try:
         document = json.loads(
-            text.decode("utf-8"), object_pairs_hook=unique, parse_constant=_refuse, **hooks
+            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse, **hooks
         )
         if b"\\u" in text:  # only so can a lone surrogate be spelled, which is no text
             json.dumps(document, ensure_ascii=False).encode("utf-8")
@@ -77,6 +71,24 @@ def parse_json(
     if not isinstance(document, dict):
         raise Malformed(f"{what} is no JSON object", file=file, found=type(document).__name__)
     return document
+
+
+def parse_json_list(text: str, file: object, *, what: str) -> list[Any]:
+    """The JSON list that ``text`` is: no key twice, no NaN. Raises Malformed, as parse_json."""
+    try:
+        rows = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"{what} is no JSON list", file=file, found=_reason(error)) from None
+    if not isinstance(rows, list):
+        raise Malformed(f"{what} is no JSON list", file=file, found=type(rows).__name__)
+    return rows
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key stands twice")
+    return result
 
 
 def _size(digits: str) -> int:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
+
+import numpy as np
 
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
@@ -58,16 +61,17 @@ def write_directory(
 ) -> Written:
     """Write the state that ``deltas`` lead to from ``base`` into an empty directory.
 
-    As a Hugging Face directory: the base's shards by their names, the files ``aux`` by their relative
-    paths, and an index where there is more than one shard. Files are synced; the directory is for the caller to put in place.
-    Raises Malformed, Conflict.
+    As a Hugging Face directory: the base's shards by their names, the files ``aux`` by their
+    relative paths, and an index where there is more than one shard. Files are synced; the directory
+    is for the caller to put in place. Raises Malformed, Conflict.
     """
     shards = _lay_out(base, final_stacks(base, deltas))
     written = _write_shards(shards, directory, progress)
     if len(shards) > 1:
         total = sum(s.nbytes for shard in shards for s in shard.stacks)
-        metadata = {k: v for k, v in (base.index_metadata or {}).items() if not is_ours({k: v})}
-        write_index(directory / INDEX, {**metadata, "total_size": total}, written.weight_map)
+        metadata = base.index_metadata or {}
+        kept = {} if is_ours(metadata) else metadata  # an anchor's says what the anchor is
+        write_index(directory / INDEX, {**kept, "total_size": total}, written.weight_map)
     copy_aux(aux, directory)
     return written
 
@@ -82,9 +86,9 @@ def write_file(
 ) -> Written:
     """The same as one safetensors file, written into an empty open file.
 
-    ``metadata`` gives the file's metadata, sealed if it has a place for that, from the tensors' states,
-    of a length that only their names, dtypes and shapes decide; by default it is that of the base's
-    first shard, without the keys of links.
+    ``metadata`` gives the file's metadata, sealed if it has a place for that, from the tensors'
+    states, of a length that only their names, dtypes and shapes decide; by default it is that of
+    the base's first shard, without the keys of links.
     """
     (shard,) = _lay_out(base, final_stacks(base, deltas), single=True)
     if metadata is not None:
@@ -111,7 +115,7 @@ def write_index(path: Path, metadata: Mapping[str, Any], weight_map: Mapping[str
 
 
 def copy_aux(aux: Mapping[str, Path], directory: Path) -> None:
-    """Copy a checkpoint's other files into a new directory, by their relative paths, and sync them."""
+    """Copy a checkpoint's other files into a new directory, by relative paths, and sync them."""
     for name, source in aux.items():
         target = directory / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +152,7 @@ def _file_names(files: Sequence[str]) -> list[str]:
 
 
 def _aligned(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
-    """In order, but wide elements before narrow ones, so that each entry is aligned to its width."""
+    """In order, but wide elements before narrow ones, so that each is aligned to its width."""
     return tuple(sorted(stacks, key=lambda stack: -DTYPE_BITS[stack.dtype]))
 
 
@@ -169,30 +173,26 @@ def _digest(data: bytes) -> str:
 
 
 def _write_shards(shards: Sequence[_Shard], directory: Path, progress: Progress) -> Written:
-    files: list[IO[bytes]] = []
-    try:
+    headers = {shard.file: _header(shard) for shard in shards}
+    with ExitStack() as stack:
+        files = {
+            shard.file: stack.enter_context(open(directory / shard.file, "xb")) for shard in shards
+        }
         work = {}
-        headers = {}
         for shard in shards:
-            file = open(directory / shard.file, "xb")  # noqa: SIM115 - many, closed below
-            files.append(file)
-            header = _header(shard)
+            file, header = files[shard.file], headers[shard.file]
             file.write(header)
             file.flush()
-            headers[shard.file] = _digest(header)
             work[file.fileno()] = (shard.stacks, len(header))
         states = _write_tensors(work, progress)
-        for file in files:
+        for file in files.values():
             os.fsync(file.fileno())
-        sizes = {
-            shard.file: os.fstat(file.fileno()).st_size
-            for shard, file in zip(shards, files, strict=True)
-        }
-    finally:
-        for file in files:
-            file.close()
-    weight_map = {stack.name: shard.file for shard in shards for stack in shard.stacks}
-    return Written(states, sizes, weight_map, headers)
+    return Written(
+        states,
+        {name: (directory / name).stat().st_size for name in files},
+        {stack.name: shard.file for shard in shards for stack in shard.stacks},
+        {name: _digest(header) for name, header in headers.items()},
+    )
 
 
 def _write_tensors(
@@ -212,7 +212,7 @@ def _write_tensors(
         fd, at, stack = place
         digest = hasher(hash_threads(stack.nbytes, sizes))
         for offset, block in stack.blocks():
-            data = memoryview(block).cast("B")
+            data = block.view(np.uint8).data
             digest.update(data)
             _write_at(fd, data, at + offset)
             meter.add(data.nbytes)
@@ -233,7 +233,7 @@ def _write_at(fd: int, data: memoryview, at: int) -> None:
 
 
 def check_tensors(written: Written, deltas: Sequence[Delta]) -> None:
-    """Compare each tensor with the digest that the last delta to change it names. Raises Malformed."""
+    """Compare each tensor with the digest that the last delta to it names. Raises Malformed."""
     found = {state.name: state.digest for state in written.tensors}
     expected = {}
     for delta in deltas:
@@ -249,5 +249,3 @@ def check_tensors(written: Written, deltas: Sequence[Delta]) -> None:
                 expected=digest,
                 found=found[name],
             )
-
-

@@ -1,8 +1,9 @@
 """The states that deltas lead to, tensor by tensor and block by block, without a state in memory.
 
-Of each tensor, one block of the base is copied, every delta's changes to that block are put on it in
-turn, and only then comes the next block: however many deltas, each element is read and written once,
-and the last writer of an element wins. So catching up costs what changed, and memory is a block.
+Of each tensor, one block of the base is copied, every delta's changes to that block are put on it
+in turn, and only then comes the next block: however many deltas, each element is read and written
+once, and the last writer of an element wins. So catching up costs what changed, and memory is a
+block.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Stack:
 
 
 def stacks(base: Checkpoint, deltas: Sequence[Delta]) -> dict[str, list[Stack]]:
-    """For every tensor that ever existed, its stacks in order: a new one wherever a delta carries it
-    whole or removes it (then the list ends with an empty marker of ``dtype`` "").
+    """For every tensor that ever existed, its stacks in order: a new one wherever a delta carries
+    it whole or removes it (then the list ends with an empty marker of ``dtype`` "").
 
     Raises Conflict where a delta cannot stand on what comes before, Malformed.
     """
@@ -117,9 +118,8 @@ def _check_stands(current: Stack | None, delta: Delta, record: Record) -> None:
         expected = (record.base_dtype, record.base_shape)
     if found == expected:
         return
-    if found is not None and expected is not None and record.shape is None:
-        if record.dtype == found[0]:  # TRL's deltas know no shapes
-            return
+    if found is not None and record.shape is None and record.dtype == found[0]:
+        return  # TRL's deltas know no shapes
     raise Conflict(
         "the base is another: it does not hold this tensor as the delta expects it",
         file=delta.path,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from deltactl.core.bits import Bits
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
@@ -73,7 +75,7 @@ def _check(stack: Stack, deltas: Sequence[Delta], meter: Meter) -> list[Fault]:
 
 
 def _update(digest: Any, bits: Bits) -> None:
-    digest.update(memoryview(bits).cast("B"))
+    digest.update(bits.view(np.uint8))
 
 
 def _number_of(error: DeltactlError, deltas: Sequence[Delta]) -> int | None:

@@ -22,8 +22,8 @@ _PIECE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``name`` is the object that makes the anchor visible, ``path`` the file to put there; ``files`` are
-    the objects, by name, that have to be there before it."""
+    """``name`` is the object that makes the anchor visible, ``path`` the file to put there;
+    ``files`` are the objects, by name, that have to be there before it."""
 
     step: int
     state: str
@@ -37,8 +37,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Copy a checkpoint into an empty directory, in the form that its anchor has.
 
-    A directory becomes a directory with a sealed index; a single file becomes a single file with the
-    anchor's header. Either way the result is a checkpoint that can be opened.
+    A directory becomes a directory with a sealed index; a single file becomes a single file with
+    the anchor's header. Either way the result is a checkpoint that can be opened.
     """
     if checkpoint.is_directory:
         aux = checkpoint.aux
@@ -87,7 +87,7 @@ def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[st
 
 
 def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:
-    """Refuse to finish an anchor among files that are not its own: readers might take them for it."""
+    """Refuse to finish an anchor among files not its own: readers might take them for it."""
     prefix = anchor_directory(snapshot.step) + "/"
     with contextlib.suppress(NotFound):
         for item in bucket.list():

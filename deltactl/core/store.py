@@ -10,7 +10,8 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """An object of a bucket: its name relative to the prefix, with "/" between parts; size in bytes."""
+    """An object of a bucket: its name relative to the prefix, with "/" between parts; size in
+    bytes."""
 
     name: str
     size: int

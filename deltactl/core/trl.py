@@ -2,9 +2,9 @@
 
 First dialect (huggingface/trl pull request 5417): ``{name}.indices`` int32 and ``{name}.values``,
 with ``changed_params`` and ``prev_model_version`` in the metadata. Second (5932, 5937):
-``{name}.idx`` and ``{name}.val`` with ``encoding`` raw or gap_delta. Neither gives a tensor's shape;
-``checksum_sha256`` of the first is of the result's bytes alone, without names and shapes, and is not
-used.
+``{name}.idx`` and ``{name}.val`` with ``encoding`` raw or gap_delta. Neither gives a tensor's
+shape; ``checksum_sha256`` of the first is of the result's bytes alone, without names and shapes,
+and is not used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _optional_count(metadata: Mapping[str, str], key: str, file: object) -> int 
 
 
 def dialect_of(header: Header) -> str:
-    """``trl-1`` or ``trl-2``: by the encoding, which only the second names, else by the suffixes."""
+    """``trl-1`` or ``trl-2``: by the encoding, which the second alone names, or the suffixes."""
     if "encoding" in header.metadata:
         return "trl-2"
     if any(key.endswith((".idx", ".val")) for key in header.entries):
@@ -106,9 +106,7 @@ def _keys(header: Header, dialect: str, file: object) -> dict[tuple[str, str], s
     return keys
 
 
-def _check_counts(
-    metadata: Mapping[str, str], records: tuple[Record, ...], file: object
-) -> None:
+def _check_counts(metadata: Mapping[str, str], records: tuple[Record, ...], file: object) -> None:
     """Compare what the header says that the delta holds with its entries. Raises Malformed.
 
     TRL's readers go by the first dialect's list of names. A count of 0 is what a writer leaves that

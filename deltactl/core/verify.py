@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.core import trl_check
-from deltactl.core.anchor import INDEX, AnchorHeader
+from deltactl.core.anchor import AnchorHeader
+from deltactl.core.anchor_check import check_file, tensor_faults
 from deltactl.core.chain import Chain, Link, read_chain
-from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.compare import first_differences
 from deltactl.core.delta import Delta, DeltaHeader, open_delta
 from deltactl.core.digest import TensorState, state_digest
 from deltactl.core.errors import DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.header import Record
-from deltactl.core.identity import tensor_states
 from deltactl.core.progress import Progress, silent
-from deltactl.core.pull import check_file, fetched, wanted_step
+from deltactl.core.pull import fetched, wanted_step
 from deltactl.core.replay_check import replay_faults
 from deltactl.core.store import Bucket
 from deltactl.core.trl_check import Table
@@ -35,8 +35,9 @@ Row = dict[str, Any]
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what nothing
-    is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from ``data`` on."""
+    """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what
+    nothing is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from
+    ``data`` on."""
 
     level: str
     links: int = 0
@@ -57,9 +58,7 @@ def check_level(level: str) -> None:
         raise UsageError("unknown level", expected=f"one of {', '.join(LEVELS)}", found=level)
 
 
-def verify_delta(
-    path: Path, *, level: str = "data", progress: Progress = silent
-) -> VerifyReport:
+def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent) -> VerifyReport:
     """Verify a delta file by itself: its header, and from ``data`` on its payload.
 
     Raises NotFound, and UsageError for ``rebuild``, which needs what the delta stands on.
@@ -109,7 +108,8 @@ def verify_bucket(
     progress: Progress = silent,
 ) -> VerifyReport:
     """Verify all links of a chain; with ``against``, also that a step (the tip by default) has the
-    bits of a checkpoint. Raises NotFound for no such bucket, UsageError, and what the bucket raises.
+    bits of a checkpoint. Raises NotFound for no such bucket, UsageError, and what the bucket
+    raises.
     """
     check_level(level)
     if step is not None and against is None:
@@ -183,7 +183,7 @@ def _link_faults(chain: Chain, link: Link, tables: dict[int, Table]) -> list[Del
 def _anchor_faults(
     chain: Chain, link: Link, header: AnchorHeader, tables: dict[int, Table]
 ) -> list[DeltactlError]:
-    """An anchor has to be the state that the deltas before it lead to, where they reach its step."""
+    """An anchor has to be the state that deltas lead to, where they reach its step."""
     below = chain.below(link.step)
     before = tables.get(below) if below is not None else None
     tables[link.step] = {tensor.name: tensor for tensor in header.tensors}
@@ -246,7 +246,7 @@ def _base_fault(chain: Chain, link: Link, before: int | None) -> DeltactlError |
 
 
 def _passes_over(chain: Chain, link: Link, before: int | None, below: int | None) -> bool:
-    """Whether a delta stands on a lower step than the one right below it, which is another state."""
+    """Whether a delta stands on a lower step than the one right below, which is another state."""
     if below is None or below == before:
         return False
     return link.base_state is None or chain.state_at(below) != link.base_state
@@ -345,46 +345,11 @@ def _anchor_data_faults(link: Link, header: AnchorHeader, place: Path) -> list[D
         return faults
     try:
         with open_checkpoint(place) as checkpoint:
-            faults += _tensor_faults(checkpoint, header, link.name)
+            faults += tensor_faults(checkpoint, link)
     except DeltactlError as error:
         error.file = link.name
         faults.append(error)
     return faults
-
-
-def _tensor_faults(
-    checkpoint: Checkpoint, header: AnchorHeader, name: str
-) -> list[DeltactlError]:
-    expected = {tensor.name: tensor for tensor in header.tensors}
-    if header.result_state is None:
-        return []
-    found = {tensor.name: tensor for tensor in tensor_states(checkpoint)}
-    faults: list[DeltactlError] = []
-    for key in sorted(expected.keys() | found.keys()):
-        if expected.get(key) == found.get(key):
-            continue
-        faults.append(
-            Malformed(
-                "the tensor does not have the digest that the anchor names",
-                file=_shard_of(checkpoint, key, name),
-                tensor=key,
-                expected=_describe(expected.get(key)),
-                found=_describe(found.get(key)),
-            )
-        )
-    return faults
-
-
-def _shard_of(checkpoint: Checkpoint, tensor: str, name: str) -> str:
-    """The object that holds a tensor of an anchor whose header is in the object ``name``."""
-    if not name.endswith(INDEX):
-        return name
-    files = [shard.file for shard in checkpoint.shards if tensor in shard.tensors]
-    return name.removesuffix(INDEX) + files[0] if files else name
-
-
-def _describe(tensor: TensorState | None) -> str:
-    return "no such tensor" if tensor is None else tensor.digest
 
 
 # Level rebuild.

@@ -28,7 +28,16 @@ VERBS: dict[str, Verb] = GROUP.commands
 PARAMS = [(name, param) for name, verb in VERBS.items() for param in verb.params]
 PARAMS += [("", param) for param in GROUP.params]
 
-HEAVY = ("blake3", "huggingface_hub", "numpy", "pcodec", "requests", "rich", "safetensors", "torch")
+HEAVY = (
+    "blake3",
+    "huggingface_hub",
+    "numpy",
+    "requests",
+    "rich",
+    "safetensors",
+    "torch",
+    "zstandard",
+)
 HELP_SECONDS = 0.3
 WRITES = ("push",)
 

@@ -85,3 +85,28 @@ def test_table_aligns_columns_and_leaves_no_space_at_the_ends() -> None:
 
 def test_table_without_rows_is_its_head() -> None:
     assert text.table(("a", ">b"), []) == ["a  b"]
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0.0 ms"),
+        (1e-9, "<0.1 ms"),
+        (0.0007, "0.7 ms"),
+        (0.0123, "12 ms"),
+        (3.4, "3.4 s"),
+        (99.0, "99 s"),
+        (336, "5.6 min"),
+        (28_080, "7.8 h"),
+        (36_000_000, "10,000 h"),
+    ],
+)
+def test_seconds(number: float, shown: str) -> None:
+    assert text.seconds(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"), [(5e5, "0.5 Mbit/s"), (1e8, "100 Mbit/s"), (2.5e9, "2.5 Gbit/s")]
+)
+def test_bandwidth(rate: float, shown: str) -> None:
+    assert text.bandwidth(rate) == shown

@@ -86,6 +86,7 @@ def _die_before(number: int, report: int) -> None:
 
         return call
 
+    os.fsync = lambda _: None  # the machine does not fail, only the process
     for name in _CALLS:
         setattr(os, name, dying(name, getattr(os, name)))
     files._renameat2 = dying("renameat2", files._renameat2)

@@ -28,7 +28,7 @@ WRITTEN, THERE, CONFLICT = "written", "there already", "conflict"
 
 
 def race(caches: Path, turns: Sequence[Sequence[Turn]]) -> list[list[str]]:
-    """For every turn, which is a Turn for each process, what came of each: one of the words above."""
+    """For every turn, which is a Turn for each process, what came of each: one of these words."""
     count = len(turns[0])
     context = get_context("spawn")
     barrier, queue = context.Barrier(count), context.Queue()

@@ -3,10 +3,10 @@
 TRL's readers pass over every entry that is neither ``.idx`` nor ``.val`` without a word, so a
 tensor that only changed its values is never carried whole here, however many they are.
 
-Parts ``.idx`` and ``.val`` as in TRL's second dialect (huggingface/trl pull requests 5932 and 5937):
-raw indices are int32, int64 where the tensor has 2^31 elements or more; gaps are
-``idx[k] - idx[k-1] - 1`` with ``idx[-1] = -1``, U16, or for the whole tensor U32 or U64 where one gap
-needs it. The first dialect's suffixes are read by core.trl, through the same decoder.
+Parts ``.idx`` and ``.val`` as in TRL's second dialect (huggingface/trl pull requests 5932 and
+5937): raw indices are int32, int64 where the tensor has 2^31 elements or more; gaps are ``idx[k] -
+idx[k-1] - 1`` with ``idx[-1] = -1``, U16, or for the whole tensor U32 or U64 where one gap needs
+it. The first dialect's suffixes are read by core.trl, through the same decoder.
 """
 
 from __future__ import annotations
@@ -128,11 +128,9 @@ def _bad_index_dtype(target: Target, expected: str, found: str) -> Malformed:
 
 
 class AbsoluteDecoder:
-    """Checks once that indices rise strictly and stay in the tensor, then finds each block's own."""
+    """Checks once that indices rise and stay in the tensor, then finds each block's own."""
 
-    def __init__(
-        self, target: Target, index: StoredPart, value: StoredPart, *, gaps: bool
-    ) -> None:
+    def __init__(self, target: Target, index: StoredPart, value: StoredPart, *, gaps: bool) -> None:
         self._target, self._gaps = target, gaps
         self._index = index.data.view(_NUMPY[index.dtype])
         wanted = target.dtype if DTYPE_BITS[target.dtype] >= 8 else "U8"
@@ -148,9 +146,7 @@ class AbsoluteDecoder:
 
     def _malformed(self, what: str, expected: object, found: object) -> Malformed:
         target = self._target
-        return Malformed(
-            what, file=target.file, tensor=target.name, expected=expected, found=found
-        )
+        return Malformed(what, file=target.file, tensor=target.name, expected=expected, found=found)
 
     def _chunk(self, at: int, before: int) -> npt.NDArray[np.int64]:
         """Up to _CHUNK absolute indices from the ``at``-th on; ``before``: the index before it."""

@@ -77,8 +77,9 @@ class Decoder(Protocol):
     def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
         """Positions within the block, strictly rising, and the new bits, both of shape (k,).
 
-        ``base``: the block's elements in the state before, shape (up to BLOCK,); encodings that do not
-        need the base only take its length. Every position is below that length. Raises Malformed.
+        ``base``: the block's elements in the state before, shape (up to BLOCK,); encodings that do
+        not need the base only take its length. Every position is below that length. Raises
+        Malformed.
         """
         ...
 
@@ -96,7 +97,7 @@ class Encoding(Protocol):
     """Whether a tensor is carried whole where that takes no more bytes."""
 
     def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
-        """The streams of one block: positions within it (k,), k > 0, and the bits before and after."""
+        """The streams of one block: positions in it (k,), k > 0, and the bits before and after."""
         ...
 
     def parts(

@@ -3,9 +3,8 @@
 Gaps between changed elements, and steps, are draws from distributions that fall off smoothly: their
 low bits are noise, and all that can be saved lies in how large they are. So of each value ``k`` low
 bits are stored in bit planes, and what is above them as a byte, which zstd's Huffman coder brings
-close to its entropy. The byte 255 stands for "255 or more"; what such values have above it follows as a
-stream of the same form. Against pcodec, on the gaps of a bf16 model with 1 % changed, this is as small
-to 0.3 % and takes an eighth of the time.
+close to its entropy. The byte 255 stands for "255 or more"; what such values have above it follows
+as a stream of the same form. (pcodec is as small on such numbers, and slower.)
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Given the base a changed weight is nearly always one step up or down, so the step costs a bit or two
 where the value costs its whole width.
 
-One part, ``.ulp``, U8: a directory of two little-endian u32 a block (changes, bytes), then the blocks'
-bytes in order. A block with n > 0 changes is: the stream of n gaps; the signs of the steps, n bits,
-1 for down; a u32, how many steps are longer than one unit; the stream of the gaps between those; the
-stream of their lengths less two. Streams: core.encoding.integers.
+One part, ``.ulp``, U8: a directory of two little-endian u32 a block (changes, bytes), then the
+blocks' bytes in order. A block with n > 0 changes is: the stream of n gaps; the signs of the steps,
+n bits, 1 for down; a u32, how many steps are longer than one unit; the stream of the gaps between
+those; the stream of their lengths less two. Streams: core.encoding.integers.
 """
 
 from __future__ import annotations
@@ -131,15 +131,13 @@ class UlpDecoder:
 
     def _malformed(self, what: str, expected: object = None, found: object = None) -> Malformed:
         target = self._target
-        return Malformed(
-            what, file=target.file, tensor=target.name, expected=expected, found=found
-        )
+        return Malformed(what, file=target.file, tensor=target.name, expected=expected, found=found)
 
     def _open(self, number: int, length: int) -> tuple[integers.Reader, Positions]:
         """A block's reader, after its positions have been read."""
         count, size = self._directory[number].tolist()
         end = int(self._ends[number])
-        reader = integers.Reader(memoryview(self._data[end - size : end]))
+        reader = integers.Reader(self._data[end - size : end].data)
         try:
             if size and not count:
                 raise integers.Undecodable("there are bytes but no changes")
@@ -157,7 +155,7 @@ class UlpDecoder:
         return self._open(number, length)[1]
 
     def steps(self, number: int, length: int) -> tuple[Positions, Steps]:
-        """Positions and steps of a block of ``length`` elements; needs no base. Raises Malformed."""
+        """A block's positions and steps; ``length``: its elements. Raises Malformed."""
         reader, positions = self._open(number, length)
         width = element_bytes(self._target.dtype)
         if not positions.size:

@@ -36,7 +36,7 @@ def stats_bucket(bucket: Bucket, progress: Progress = silent) -> Stats:
     """
     chain = read_chain(bucket)
     if not chain.links and not chain.problems:
-        hint = f"deltactl push CKPT {chain.url}"
+        hint = "of two checkpoints: deltactl stats A B"
         raise NotFound("the bucket holds no chain", file=chain.url, hint=hint)
     progress("reading", chain.bytes_read, chain.bytes_read)
     history = _History()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 from deltactl.core.errors import UsageError
@@ -21,8 +22,8 @@ Sizes = Mapping[str, int | None]
 
 def ship_seconds(nbytes: int, bits_per_second: float) -> float:
     """How long so many bytes take at a bandwidth, latency not counted. Raises UsageError."""
-    if not bits_per_second > 0:
-        raise UsageError("a bandwidth is above zero", found=bits_per_second)
+    if not 0 < bits_per_second < inf:
+        raise UsageError("a bandwidth is above zero and finite", found=bits_per_second)
     return nbytes * 8 / bits_per_second
 
 

@@ -1,0 +1,98 @@
+"""The bytes of an anchor against what its header says of them: its files, and its tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltactl.core.anchor import INDEX, AnchorFile, AnchorHeader
+from deltactl.core.chain import Link
+from deltactl.core.checkpoint import Checkpoint
+from deltactl.core.digest import TensorState, hasher
+from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.core.header import utf8
+from deltactl.core.identity import header_digest, tensor_states
+from deltactl.core.reading import open_regular
+
+
+def anchor_files(anchor: Link) -> tuple[AnchorFile, ...]:
+    """The files that an anchor's index names; none where the anchor is one file."""
+    header = anchor.header
+    assert isinstance(header, AnchorHeader)
+    return header.files
+
+
+def aux_files(anchor: Link) -> tuple[AnchorFile, ...]:
+    """Those of them that are no shards."""
+    return tuple(file for file in anchor_files(anchor) if not file.is_shard)
+
+
+def has_file(path: Path, file: AnchorFile) -> bool:
+    """Whether ``path`` is a file with the anchor's bytes; not for shards."""
+    return path.is_file() and path.stat().st_size == file.nbytes and _digest(path) == file.digest
+
+
+def _digest(path: Path) -> str:
+    digest = hasher()
+    with open_regular(path) as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    found: str = digest.hexdigest()
+    return found
+
+
+def check_file(path: Path, file: AnchorFile, anchor: Link) -> None:
+    """Compare a file of an anchor, of a shard its header, with the digest that the index names.
+
+    Raises Malformed, with the object's name for the file.
+    """
+    name = anchor.name.removesuffix(INDEX) + file.name
+    try:
+        found = header_digest(path) if file.is_shard else _digest(path)
+    except DeltactlError as error:
+        error.file, error.step = name, anchor.step
+        raise
+    if found != file.digest:
+        whose = "shard's header" if file.is_shard else "file"
+        raise Malformed(
+            f"the {whose} does not have the digest that the anchor's index names",
+            file=name,
+            step=anchor.step,
+            expected=file.digest,
+            found=found,
+        )
+
+
+def tensor_faults(checkpoint: Checkpoint, anchor: Link) -> list[DeltactlError]:
+    """The tensors of an anchor, opened as a checkpoint, that are not those that its header names.
+
+    Reads every byte. Each error names the object that holds the tensor.
+    """
+    header = anchor.header
+    if not isinstance(header, AnchorHeader) or header.result_state is None:
+        return []
+    expected = {tensor.name: tensor for tensor in header.tensors}
+    found = {tensor.name: tensor for tensor in tensor_states(checkpoint)}
+    return [
+        Malformed(
+            "the tensor does not have the digest that the anchor names",
+            file=_home(checkpoint, name, anchor.name),
+            tensor=name,
+            step=anchor.step,
+            expected=_describe(expected.get(name)),
+            found=_describe(found.get(name)),
+        )
+        for name in sorted(expected.keys() | found.keys(), key=utf8)
+        if expected.get(name) != found.get(name)
+    ]
+
+
+def _home(checkpoint: Checkpoint, tensor: str, anchor: str) -> str:
+    """The object that holds a tensor of an anchor whose header is in the object ``anchor``."""
+    if not anchor.endswith(INDEX):
+        return anchor
+    files = [shard.file for shard in checkpoint.shards if tensor in shard.tensors]
+    return anchor.removesuffix(INDEX) + files[0] if files else anchor
+
+
+def _describe(tensor: TensorState | None) -> str:
+    return "no such tensor" if tensor is None else tensor.digest

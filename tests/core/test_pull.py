@@ -1,0 +1,651 @@
+"""Pulling: what is fetched, what is written, what is mended, and what is left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from deltactl.bucket.local import LocalBucket
+from deltactl.core.chain import anchor_directory, anchor_file_name, delta_name, read_chain
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.publish import push
+from deltactl.core.pull import MARKER, pull
+from tests.core.test_apply import decorate, holds_weights, others_of
+from tests.support.chains import (
+    AUX,
+    Tensors,
+    content,
+    every_kind,
+    first_state,
+    holds,
+    make_chain,
+    next_state,
+    push_all,
+    states,
+    write,
+    write_steps,
+)
+from tests.support.checkpoints import flip_bit, random_tensor, read_tensors, write_hf_directory
+from tests.support.crash import crashes
+from tests.support.flips import done_at_once
+
+STEPS = states(6)
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+INDEX = "model.safetensors.index.json"
+
+
+class Remote(LocalBucket):
+    """As if its objects could not be mapped: all has to be fetched."""
+
+    def path(self, name: str) -> Path | None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTACTL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bucket of STEPS, with anchors at 1 and 4."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DELTACTL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return Path(make_chain(tmp_path_factory.mktemp("six"), STEPS, anchor_every=4).url)
+
+
+@pytest.fixture(params=[LocalBucket, Remote])
+def bucket(request: pytest.FixtureRequest, six_steps: Path, tmp_path: Path) -> LocalBucket:
+    shutil.copytree(six_steps, tmp_path / "bucket")
+    found: LocalBucket = request.param(tmp_path / "bucket")
+    return found
+
+
+@pytest.fixture
+def dest(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place" / "dest"
+
+
+def sizes(bucket: LocalBucket, *steps: int) -> int:
+    """Bytes of those steps' deltas."""
+    links = read_chain(bucket).deltas
+    return sum(links[step].bytes for step in steps)
+
+
+def assert_tidy(dest: Path) -> None:
+    assert [path.name for path in dest.parent.iterdir()] == [dest.name]
+
+
+# Into a new directory.
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4, 5, 6])
+def test_every_step_into_a_new_directory(bucket: LocalBucket, dest: Path, step: int) -> None:
+    report = pull(bucket, dest, step=step)
+    assert holds(dest, STEPS[step - 1])
+    chain = read_chain(bucket)
+    anchor, deltas = chain.path(step)
+    assert report.step == step
+    assert report.state == chain.state_at(step)
+    assert report.bytes_fetched == anchor.bytes + sum(link.bytes for link in deltas)
+    assert report.links == 1 + len(deltas)
+    assert (report.from_step, report.written, report.proven, report.newer) == (None, True, True, ())
+    assert_tidy(dest)
+
+
+def test_the_tip_is_pulled_by_default(bucket: LocalBucket, dest: Path) -> None:
+    assert pull(bucket, dest).step == 6
+    assert holds(dest, STEPS[5])
+
+
+def test_what_is_pulled_is_a_hugging_face_directory(bucket: LocalBucket, dest: Path) -> None:
+    pull(bucket, dest)
+    assert set(content(dest)) == {*AUX, *SHARDS, INDEX, MARKER}
+    assert {name: (dest / name).read_bytes() for name in AUX} == AUX
+    index = json.loads((dest / INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(len(d) for _, _, d in STEPS[5].values())}
+    homes = {}
+    for shard in SHARDS:
+        with safe_open(dest / shard, "np") as file:
+            assert file.metadata() == {"format": "pt"}
+            homes |= dict.fromkeys(file.keys(), shard)
+    assert index["weight_map"] == homes
+
+
+def test_an_anchor_of_one_file_becomes_a_directory_too(tmp_path: Path, dest: Path) -> None:
+    bucket = make_chain(tmp_path, STEPS[:3], shards=0)
+    pull(bucket, dest)
+    assert set(content(dest)) == {"model.safetensors", MARKER}
+    assert holds(dest, STEPS[2])
+    with safe_open(dest / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt"}, "it is no anchor any more"
+
+
+def test_an_empty_directory_and_parents_that_are_not_there(
+    bucket: LocalBucket, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for place in (tmp_path / "empty", tmp_path / "a/b/c"):
+        pull(bucket, place)
+        assert holds(place, STEPS[5])
+
+
+def test_through_a_link(bucket: LocalBucket, dest: Path) -> None:
+    link = dest.parent / "current"
+    link.symlink_to(dest.name)
+    for step in (2, 3):
+        pull(bucket, link, step=step)
+        assert link.is_symlink()
+        assert holds(dest, STEPS[step - 1])
+
+
+# What cannot be pulled.
+
+
+def assert_nothing_came(dest: Path) -> None:
+    assert list(dest.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize("step", [0, 7, 99])
+def test_a_step_that_is_not_there(bucket: LocalBucket, dest: Path, step: int) -> None:
+    with pytest.raises(NotFound, match="no such step"):
+        pull(bucket, dest, step=step)
+    assert_nothing_came(dest)
+
+
+def test_no_bucket_and_no_chain(tmp_path: Path, dest: Path) -> None:
+    with pytest.raises(NotFound, match="no such bucket"):
+        pull(LocalBucket(tmp_path / "nothing"), dest)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NotFound, match="no chain") as caught:
+        pull(LocalBucket(tmp_path / "empty"), dest)
+    assert "push" in str(caught.value.hint)
+    assert_nothing_came(dest)
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        (delta_name(2), 3),
+        (delta_name(6), 6),
+        (f"{anchor_directory(1)}/{SHARDS[0]}", 1),
+        (f"{anchor_directory(1)}/{SHARDS[1]}", 2),
+        (f"{anchor_directory(1)}/config.json", 1),
+        (f"{anchor_directory(1)}/tokenizer/vocab.txt", 3),
+    ],
+)
+@pytest.mark.parametrize("offset", [-1, 3])
+def test_what_is_damaged_is_named_and_nothing_is_visible(
+    bucket: LocalBucket, dest: Path, name: str, step: int, offset: int
+) -> None:
+    path = Path(bucket.url, name)
+    flip_bit(path, offset % path.stat().st_size)
+    with pytest.raises(Malformed) as caught:
+        pull(bucket, dest, step=step)
+    assert caught.value.file is not None
+    assert caught.value.file.endswith(Path(name).name)
+    assert_nothing_came(dest)
+
+
+def test_a_gap_is_never_jumped(bucket: LocalBucket, dest: Path) -> None:
+    """Neither from an anchor nor from what is at hand, and what is at hand stays."""
+    pull(bucket, dest, step=1)
+    was = content(dest)
+    bucket.delete(delta_name(2))
+    with pytest.raises(Malformed, match="chain is broken") as caught:
+        pull(bucket, dest, step=3)
+    assert caught.value.file == delta_name(3)
+    assert content(dest) == was
+    with pytest.raises(NotFound):
+        pull(bucket, dest, step=2)
+    assert content(dest) == was
+
+
+def test_a_later_anchor_leads_past_a_gap(bucket: LocalBucket, dest: Path) -> None:
+    pull(bucket, dest, step=1)
+    bucket.delete(delta_name(2))
+    report = pull(bucket, dest)
+    assert (report.step, report.from_step, report.newer) == (6, None, ())
+    assert holds(dest, STEPS[5])
+
+
+def test_newer_steps_that_cannot_be_rebuilt_are_told(bucket: LocalBucket, dest: Path) -> None:
+    bucket.delete(delta_name(5))
+    report = pull(bucket, dest)
+    assert (report.step, report.newer) == (4, (6,))
+    flip_bit(Path(bucket.url, delta_name(6)), 99)
+    assert pull(bucket, dest).newer == (6,), "also where not even its header can be read"
+
+
+def test_a_chain_without_any_anchor(bucket: LocalBucket, dest: Path) -> None:
+    shutil.rmtree(Path(bucket.url, "anchors"))
+    with pytest.raises(Malformed):
+        pull(bucket, dest)
+    assert_nothing_came(dest)
+
+
+def test_links_of_two_chains_do_not_mix(tmp_path: Path, dest: Path) -> None:
+    one = make_chain(tmp_path / "one", STEPS[:3])
+    two = make_chain(tmp_path / "two", [every_kind(STEPS[0]), *STEPS[1:3]])
+    for step in (2, 3):
+        shutil.copy(Path(two.url, delta_name(step)), Path(one.url, delta_name(step)))
+    with pytest.raises(Malformed):
+        pull(one, dest, step=3)
+    report = pull(one, dest)
+    assert (report.step, report.newer) == (1, (2, 3))
+    assert holds(dest, STEPS[0])
+
+
+# Into a directory that holds a step.
+
+
+@pytest.mark.parametrize(("have", "want"), [(1, 2), (1, 3), (2, 4), (4, 6), (2, 6)])
+def test_catching_up_fetches_what_is_missing(
+    bucket: LocalBucket, dest: Path, have: int, want: int
+) -> None:
+    first = pull(bucket, dest, step=have)
+    report = pull(bucket, dest, step=want)
+    assert holds(dest, STEPS[want - 1])
+    assert (report.from_step, report.links) == (have, want - have)
+    assert report.bytes_fetched == sizes(bucket, *range(have + 1, want + 1))
+    assert report.bytes_fetched < first.bytes_fetched
+    assert_tidy(dest)
+
+
+def test_a_server_that_follows_step_by_step_never_fetches_an_anchor_again(
+    bucket: LocalBucket, dest: Path
+) -> None:
+    for step in range(1, 7):
+        report = pull(bucket, dest, step=step)
+        assert report.from_step == (step - 1 or None)
+        assert holds(dest, STEPS[step - 1])
+
+
+@pytest.mark.parametrize(("have", "want"), [(6, 5), (6, 1), (4, 3)])
+def test_going_back(bucket: LocalBucket, dest: Path, have: int, want: int) -> None:
+    pull(bucket, dest, step=have)
+    report = pull(bucket, dest, step=want)
+    assert report.from_step is None
+    assert holds(dest, STEPS[want - 1])
+    assert_tidy(dest)
+
+
+def test_what_is_there_already_is_left_alone(bucket: LocalBucket, dest: Path) -> None:
+    pull(bucket, dest)
+    was = content(dest)
+    inode = dest.stat().st_ino
+    report = pull(bucket, dest)
+    assert (report.step, report.from_step, report.links) == (6, 6, 0)
+    assert (report.written, report.bytes_fetched, report.proven) == (False, 0, True)
+    assert content(dest) == was
+    assert dest.stat().st_ino == inode
+
+
+def test_the_last_writer_of_an_element_wins(tmp_path: Path, dest: Path) -> None:
+    """Deltas are merged on the way: the same elements changed again and again, and back."""
+
+    def with_first_element(value: int) -> Tensors:
+        dtype, shape, data = STEPS[0]["model.embed"]
+        return {**STEPS[0], "model.embed": (dtype, shape, bytes([value]) + data[1:])}
+
+    steps = [with_first_element(value) for value in (1, 2, 1, 3, 1, 7)]
+    bucket = make_chain(tmp_path, steps, anchor_every=0)
+    for have in range(1, 6):
+        shutil.rmtree(dest, ignore_errors=True)
+        pull(bucket, dest, step=have)
+        report = pull(bucket, dest)
+        assert holds(dest, steps[5])
+        assert report.links == 6 - (5 if have in (1, 3) else have), "1, 3 and 5 are one state"
+
+
+def test_tensors_that_come_and_go_between(tmp_path: Path, dest: Path) -> None:
+    one = first_state()
+    two = every_kind(one)
+    without = {name: spec for name, spec in two.items() if name != "model.embed"}
+    back = {**without, "model.embed": random_tensor("F32", (2, 3), 90)}
+    steps = [one, two, without, back, next_state({**back, **one}, 91), one, two]
+    bucket = make_chain(tmp_path, steps, anchor_every=0)
+    for have in range(1, len(steps)):
+        for want in range(have + 1, len(steps) + 1):
+            shutil.rmtree(dest, ignore_errors=True)
+            pull(bucket, dest, step=have)
+            pull(bucket, dest, step=want)
+            assert holds(dest, steps[want - 1]), (have, want)
+
+
+def test_an_anchor_is_fetched_where_it_is_less_than_the_deltas(tmp_path: Path, dest: Path) -> None:
+    steps = [{"w": random_tensor("BF16", (500,), seed)} for seed in range(5)]
+    bucket = make_chain(tmp_path, steps, anchor_every=4, shards=1)
+    pull(bucket, dest, step=1)
+    report = pull(bucket, dest, step=4)
+    assert (report.links, report.from_step) == (1, None)
+    assert report.bytes_fetched == read_chain(bucket).anchors[4].bytes < sizes(bucket, 2, 3, 4)
+    assert holds(dest, steps[3])
+
+
+def test_a_checkpoint_that_is_a_step_needs_no_marker(
+    bucket: LocalBucket, dest: Path, tmp_path: Path
+) -> None:
+    """The state says what it is, not a file beside it; also in other shards."""
+    write(dest, STEPS[2], shards=3)
+    report = pull(bucket, dest, step=5)
+    assert report.from_step == 3
+    assert holds(dest, STEPS[4])
+
+
+def test_a_state_that_the_chain_had_twice(tmp_path: Path, dest: Path) -> None:
+    steps = [STEPS[0], STEPS[1], STEPS[0], STEPS[2]]
+    bucket = make_chain(tmp_path, steps, anchor_every=0)
+    pull(bucket, dest, step=1)
+    report = pull(bucket, dest, step=4)
+    assert (report.from_step, report.links) == (3, 1)
+    assert not pull(bucket, dest, step=4).written
+    assert pull(bucket, dest, step=3).step == 3
+    assert holds(dest, STEPS[0])
+
+
+# A directory that is not the chain's.
+
+
+def foreign_checkpoint(dest: Path) -> None:
+    write(dest, next_state(first_state(), 99))
+
+
+def other_files(dest: Path) -> None:
+    dest.mkdir()
+    (dest / "notes.txt").write_text("mine")
+
+
+def one_bit_off(dest: Path) -> None:
+    write(dest, STEPS[0])
+    shard = dest / SHARDS[0]
+    flip_bit(shard, shard.stat().st_size - 1)
+
+
+def half_a_checkpoint(dest: Path) -> None:
+    write(dest, STEPS[0])
+    (dest / SHARDS[0]).unlink()
+
+
+def with_a_marker_that_is_no_marker(dest: Path) -> None:
+    other_files(dest)
+    (dest / MARKER).write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        foreign_checkpoint,
+        other_files,
+        one_bit_off,
+        half_a_checkpoint,
+        with_a_marker_that_is_no_marker,
+    ],
+)
+def test_what_is_not_of_the_chain_is_refused_and_untouched(
+    bucket: LocalBucket, dest: Path, there: Callable[[Path], None]
+) -> None:
+    there(dest)
+    was = content(dest)
+    with pytest.raises(Conflict, match="not of this chain") as caught:
+        pull(bucket, dest)
+    assert caught.value.file == str(dest)
+    assert content(dest) == was
+    assert_tidy(dest)
+
+
+def test_a_file_is_no_destination(bucket: LocalBucket, dest: Path) -> None:
+    dest.write_text("mine")
+    with pytest.raises(UsageError, match="is a file"):
+        pull(bucket, dest)
+    assert dest.read_text() == "mine"
+
+
+def test_what_pull_wrote_for_another_chain_may_be_replaced(
+    bucket: LocalBucket, dest: Path, tmp_path: Path
+) -> None:
+    other = make_chain(tmp_path / "other", [every_kind(first_state())])
+    pull(other, dest)
+    report = pull(bucket, dest)
+    assert report.from_step is None
+    assert holds(dest, STEPS[5])
+
+
+def test_the_word_of_a_marker_is_not_taken(bucket: LocalBucket, dest: Path) -> None:
+    pull(bucket, dest, step=2)
+    state = read_chain(bucket).state_at(6)
+    marker = {"bucket": bucket.url, "step": 6, "state": state}
+    (dest / MARKER).write_text(json.dumps(marker))
+    report = pull(bucket, dest)
+    assert (report.written, report.from_step) == (True, 2)
+    assert holds(dest, STEPS[5])
+
+
+# A directory of ours that is damaged.
+
+
+def torn_shard(dest: Path) -> None:
+    os.truncate(dest / SHARDS[1], 200)
+
+
+def flipped_bit(dest: Path) -> None:
+    flip_bit(dest / SHARDS[1], (dest / SHARDS[1]).stat().st_size - 1)
+
+
+def flipped_header(dest: Path) -> None:
+    flip_bit(dest / SHARDS[0], 20)
+
+
+def lost_shard(dest: Path) -> None:
+    (dest / SHARDS[0]).unlink()
+
+
+def lost_index(dest: Path) -> None:
+    (dest / INDEX).unlink()
+
+
+def torn_index(dest: Path) -> None:
+    (dest / INDEX).write_text("{")
+
+
+def stale_single(dest: Path) -> None:
+    write_hf_directory(dest, first_state(), shards=1)
+
+
+def edited_weights(dest: Path) -> None:
+    shutil.rmtree(dest)
+    write(dest, next_state(first_state(), 98))
+    (dest / MARKER).write_text(json.dumps({"bucket": "/elsewhere", "step": 1, "state": "0"}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        torn_shard, flipped_bit, flipped_header, lost_shard, lost_index, torn_index, stale_single,
+        edited_weights,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("want", [3, 5, 6])
+def test_weights_that_are_damaged_are_mended(
+    bucket: LocalBucket, dest: Path, damage: Callable[[Path], None], want: int
+) -> None:
+    pull(bucket, dest, step=5)
+    (dest / "notes.txt").write_text("mine")
+    damage(dest)
+    report = pull(bucket, dest, step=want)
+    assert (report.written, report.from_step) == (True, None)
+    assert holds(dest, STEPS[want - 1])
+    assert (dest / "notes.txt").exists() or damage is edited_weights
+    assert_tidy(dest)
+
+
+@pytest.mark.parametrize("want", [4, 5, 6])
+def test_other_files_that_are_lost_or_damaged_are_mended(
+    bucket: LocalBucket, dest: Path, want: int
+) -> None:
+    """A directory without its config cannot be served, and deltas do not carry it."""
+    pull(bucket, dest, step=4)
+    (dest / "config.json").unlink()
+    flip_bit(dest / "tokenizer/vocab.txt", 0)
+    report = pull(bucket, dest, step=want)
+    assert {name: (dest / name).read_bytes() for name in AUX} == AUX
+    mended = sum(map(len, AUX.values()))
+    assert report.written
+    assert report.bytes_fetched == mended + sizes(bucket, *range(5, want + 1))
+    assert report.from_step == 4
+    assert_tidy(dest)
+    assert not pull(bucket, dest, step=want).written
+
+
+def test_other_files_are_those_of_the_newest_anchor(tmp_path: Path, dest: Path) -> None:
+    bucket = LocalBucket(tmp_path / "bucket")
+    sources = write_steps(tmp_path, STEPS[:5])
+    for source in sources[2:]:
+        (source / "config.json").write_text('{"model_type": "changed"}')
+        (source / "added.txt").write_text("new")
+    push_all(bucket, sources, anchor_every=4)
+    pull(bucket, dest, step=1)
+    assert (dest / "config.json").read_bytes() == AUX["config.json"]
+    pull(bucket, dest, step=3)
+    assert (dest / "config.json").read_bytes() == AUX["config.json"], "no anchor has the new one"
+    report = pull(bucket, dest, step=5)
+    assert report.from_step == 3
+    assert "changed" in (dest / "config.json").read_text()
+    assert (dest / "added.txt").read_text() == "new"
+
+
+def test_what_others_put_into_the_directory_stays(bucket: LocalBucket, dest: Path) -> None:
+    pull(bucket, dest, step=4)
+    decorate(dest)
+    (dest / MARKER).unlink()
+    others = others_of(dest)
+    for step in (5, 1, 6):
+        pull(bucket, dest, step=step)
+        (dest / MARKER).unlink()
+        assert others_of(dest) == others
+        assert holds_weights(dest, STEPS[step - 1])
+
+
+def test_shards_of_the_step_before_do_not_stay(tmp_path: Path, dest: Path) -> None:
+    bucket = LocalBucket(tmp_path / "bucket")
+    layouts = [3, 1, 2]
+    for n, shards in enumerate(layouts):
+        push(write(tmp_path / f"{n}", STEPS[n], shards=shards), bucket, anchor_every=1)
+    for step in (1, 2, 3, 1, 3, 2):
+        shutil.rmtree(dest / "tokenizer", ignore_errors=True)
+        (dest / "config.json").unlink(missing_ok=True)
+        pull(bucket, dest, step=step)
+        held = read_tensors(dest)
+        assert held == STEPS[step - 1]
+        index = dest / INDEX
+        files = {path.name for path in dest.glob("*.safetensors")}
+        if index.exists():
+            assert files == set(json.loads(index.read_text())["weight_map"].values())
+        else:
+            assert files == {"model.safetensors"}
+
+
+# Crashes and full disks.
+
+
+@pytest.mark.parametrize("fallback", [False, True])
+def test_killed_at_any_moment(tmp_path: Path, six_steps: Path, fallback: bool) -> None:
+    bucket = LocalBucket(shutil.copytree(six_steps, tmp_path / "bucket"))
+    start = tmp_path / "start/model"
+    pull(bucket, start, step=2)
+    (start / "notes.txt").write_text("mine")
+    for step in (5, 6):
+        bucket.delete(delta_name(step))
+    found = crashes(tmp_path, "pull", fallback=fallback)
+    seen = []
+    with done_at_once():
+        for place, call in found:
+            model = place / "model"
+            if model.exists() or not fallback:
+                tensors = read_tensors(model)
+                assert tensors in (STEPS[1], STEPS[3]), call
+                seen.append(2 if tensors == STEPS[1] else 4)
+                assert (model / "notes.txt").exists()
+            report = pull(bucket, model)
+            assert report.step == 4
+            assert holds(model, STEPS[3])
+            assert (model / "notes.txt").exists()
+            assert_tidy(model)
+    assert seen == sorted(seen)
+    assert set(seen) == {2, 4}
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fsync", "copy_file_range", "mkdir"])
+@pytest.mark.parametrize("have", [None, 2])
+def test_a_full_disk_leaves_all_as_it_was(
+    bucket: LocalBucket, dest: Path, monkeypatch: pytest.MonkeyPatch, call: str, have: int | None
+) -> None:
+    if have:
+        pull(bucket, dest, step=have)
+        (dest / "config.json").unlink()
+    was = content(dest.parent)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            pull(bucket, dest)
+    assert content(dest.parent) == was
+    assert len(list(dest.parent.iterdir())) == (have is not None)
+
+
+def test_hostile_names_never_become_paths(tmp_path: Path, dest: Path) -> None:
+    """An index that names files outside of the anchor's directory, sealed as if it were right."""
+    from deltactl.core.anchor import AnchorFile, anchor_index
+    from deltactl.core.checkpoint import open_checkpoint
+    from deltactl.core.identity import tensor_states
+
+    source = write(tmp_path / "source", STEPS[0], shards=1)
+    (tmp_path / "secret").write_text("secret")
+    with open_checkpoint(source) as checkpoint:
+        tensors = tensor_states(checkpoint)
+    weight_map = {tensor.name: "model.safetensors" for tensor in tensors}
+    directory = tmp_path / "bucket" / anchor_directory(1)
+    directory.mkdir(parents=True)
+    shutil.copy(source / "model.safetensors", directory)
+    shard = AnchorFile(
+        "model.safetensors", (directory / "model.safetensors").stat().st_size, "0" * 64, True
+    )
+    for name in (
+        "../../../secret",
+        "/etc/passwd",
+        "a/../../x",
+        "..",
+        "a\\b",
+        "a\0b",
+        "./x",
+        "x//y",
+    ):
+        hostile = AnchorFile(name, 6, "0" * 64, False)
+        (directory / INDEX).write_bytes(anchor_index(1, tensors, weight_map, (shard, hostile)))
+        with pytest.raises(DeltactlError):
+            pull(LocalBucket(tmp_path / "bucket"), dest)
+        assert_nothing_came(dest)
+    hostile = AnchorFile("../x/model.safetensors", shard.nbytes, "0" * 64, True)
+    (directory / INDEX).write_bytes(anchor_index(1, tensors, weight_map, (shard, hostile)))
+    with pytest.raises(DeltactlError):
+        pull(LocalBucket(tmp_path / "bucket"), dest)
+
+
+def test_a_single_file_anchor_that_is_another_step_is_not_pulled(
+    tmp_path: Path, dest: Path
+) -> None:
+    bucket = make_chain(tmp_path, STEPS[:1], shards=0)
+    os.rename(Path(bucket.url, anchor_file_name(1)), Path(bucket.url, anchor_file_name(2)))
+    with pytest.raises(Malformed, match="another step"):
+        pull(bucket, dest)
+    assert_nothing_came(dest)
