@@ -85,7 +85,8 @@ class Chain:
     """The links of a bucket, in order of step, a step's delta before its anchor.
 
     ``problems``: objects with a link's name that are none. ``bytes_read``: by reading the headers.
-    ``all_steps``: the steps that the bucket has objects for, sound or not.
+    ``all_steps``: the steps that the bucket has objects for, sound or not. ``starts``: the anchors
+    that can be rebuilt from, by step; not those that contradict the deltas which lead to them.
     """
 
     def __init__(
@@ -104,6 +105,20 @@ class Chain:
         self.steps = sorted({link.step for link in self.links})
         faulty = {problem.step for problem in self.problems if problem.step is not None}
         self.all_steps = sorted({*self.steps, *faulty})
+        self._states: dict[int, str | None] = {}
+        for step in self.steps:
+            self._states[step] = self._state(self.deltas.get(step), self.anchors.get(step))
+        self.starts = {
+            step: anchor
+            for step, anchor in self.anchors.items()
+            if anchor.result_state in (None, self._states[step])
+        }
+
+    def _state(self, delta: Link | None, anchor: Link | None) -> str | None:
+        """A step's state: where its links contradict each other, the delta's if that stands."""
+        if delta is not None and delta.result_state is not None and self.stands(delta):
+            return delta.result_state
+        return (anchor.result_state if anchor else None) or (delta.result_state if delta else None)
 
     def links_at(self, step: int) -> list[Link]:
         """The step's delta and anchor, as far as it has them."""
@@ -111,8 +126,7 @@ class Chain:
 
     def state_at(self, step: int) -> str | None:
         """The state that a step leads to; None where TRL's links do not say."""
-        states = [link.result_state for link in self.links_at(step)]
-        return states[0] if states else None
+        return self._states.get(step)
 
     def before(self, delta: Link) -> int | None:
         """The step that a delta stands on: the one it names, else the nearest below it."""
@@ -139,7 +153,7 @@ class Chain:
         good: set[int] = set()
         for step in self.steps:
             delta = self.deltas.get(step)
-            if step in self.anchors or (
+            if step in self.starts or (
                 delta is not None and self.stands(delta) and self.before(delta) in good
             ):
                 good.add(step)
@@ -150,10 +164,10 @@ class Chain:
 
         Raises NotFound for a step that is not in the chain, Malformed where the way is broken.
         """
-        deltas = self._deltas_down(step, self.anchors)
+        deltas = self._deltas_down(step, self.starts)
         start = self.before(deltas[0]) if deltas else step
         assert start is not None
-        return self.anchors[start], deltas
+        return self.starts[start], deltas
 
     def path_from(self, have: int, step: int) -> list[Link]:
         """The deltas from one step to a later one, in order. Raises as ``path``."""

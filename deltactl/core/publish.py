@@ -121,7 +121,7 @@ class _Publisher:
         """The step to write. Raises Conflict if it is not above the tip, or the chain is broken."""
         chain = self._chain
         newest = chain.steps[-1] if chain.steps else None
-        if chain.problems or newest != chain.tip:
+        if chain.problems or newest != chain.tip or chain.starts != chain.anchors:
             raise Conflict(
                 "the chain is broken, nothing can be put on its end",
                 file=chain.url,

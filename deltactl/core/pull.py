@@ -325,8 +325,8 @@ def _mend(bucket: Bucket, chain: Chain, dest: Path, step: int) -> int:
 def _missing_aux(bucket: Bucket, chain: Chain, dest: Path, step: int) -> Iterator[dict[str, Path]]:
     """The files of the newest anchor up to ``step`` that ``dest`` lacks or has otherwise, fetched
     and checked. Deltas do not carry them, and a directory without its config cannot be served."""
-    newest = max((s for s in chain.anchors if s <= step), default=None)
-    anchor = None if newest is None else chain.anchors[newest]
+    newest = max((s for s in chain.starts if s <= step), default=None)
+    anchor = None if newest is None else chain.starts[newest]
     files = () if anchor is None else aux_files(anchor)
     files = tuple(file for file in files if not has_file(dest / file.name, file))
     if anchor is None or not files:

@@ -186,12 +186,15 @@ def _anchor_faults(
     """An anchor has to be the state that deltas lead to, where they reach its step."""
     below = chain.below(link.step)
     before = tables.get(below) if below is not None else None
-    tables[link.step] = {tensor.name: tensor for tensor in header.tensors}
+    if link.step in chain.starts:
+        tables[link.step] = {tensor.name: tensor for tensor in header.tensors}
     if header.result_state is None:
         return trl_check.anchor_faults(header, before or {})
     delta = chain.deltas.get(link.step)
     if delta is None or delta.result_state in (None, link.result_state):
         return []
+    if link.step in chain.starts:
+        return []  # then the delta does not stand, and that is said of it
     what = "the anchor is not the state that the deltas before it lead to"
     return [
         Malformed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,8 @@ class Row:
 
 
 def speed_rows(a: Path, b: Path) -> tuple[list[Row], dict[str, float]]:
-    """diff with both digests against reading, hashing, and TRL's way; warm files, GB of one file."""
+    """diff with both digests against reading, hashing, and TRL's way; warm files, GB of one file.
+    """
     with tempfile.TemporaryDirectory(dir=a.parent) as scratch:
         out = Path(scratch)
         works = {
@@ -80,9 +80,10 @@ a, b, scratch = map(Path, sys.argv[1:])
 apply_delta(scratch / "delta.safetensors", a, scratch / "applied")
 """,
     "push": """
-import sys; from pathlib import Path
+import os, sys; from pathlib import Path
 from deltactl.bucket import open_bucket; from deltactl.core.publish import push
 a, b, scratch = map(Path, sys.argv[1:])
+os.environ["DELTACTL_CACHE"] = str(scratch / "cache")
 push(a, open_bucket(str(scratch / "bucket"))); push(b, open_bucket(str(scratch / "bucket")))
 """,
     "pull": """
@@ -109,7 +110,6 @@ def memory_rows(gigabytes: float, where: Path) -> list[Row]:
 
 def _peaks(gigabytes: float, where: Path) -> dict[str, int]:
     with tempfile.TemporaryDirectory(dir=where) as scratch:
-        os.environ["DELTACTL_CACHE"] = str(Path(scratch, "cache"))
         a, b = write_pair(Path(scratch), int(gigabytes * 1e9 / 2))
         arguments = [str(a), str(b), scratch]
         return {verb: anonymous_peak(code, arguments) for verb, code in _MEMORY.items()}

@@ -25,7 +25,8 @@ def best_in_turn(works: dict[str, Callable[[], object]], rounds: int = 5) -> dic
 
 
 def anonymous_peak(code: str, arguments: Sequence[str]) -> int:
-    """Peak bytes of a Python process that are not mapped files (RssAnon of /proc), sampled every 2 ms.
+    """Peak bytes of a Python process that are not mapped files (RssAnon of /proc), sampled every 2
+    ms.
 
     ``code`` runs with ``arguments`` as sys.argv[1:]. The interpreter and its imports are included.
     """

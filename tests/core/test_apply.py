@@ -12,7 +12,6 @@ import pytest
 
 from deltactl.core.apply import ApplyReport, apply_delta
 from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.identity import state_of
 from tests.support.chains import (
@@ -22,33 +21,22 @@ from tests.support.chains import (
     every_kind,
     first_state,
     holds,
+    make_delta,
     next_state,
     write,
+    write_torch,
 )
 from tests.support.checkpoints import (
-    Spec,
     flip_bit,
     random_tensor,
     read_metadata,
     read_tensors,
     write_hf_directory,
-    write_safetensors,
 )
 from tests.support.crash import crashes
+from tests.support.surroundings import decorate, holds_weights, others_of
 
 ENCODINGS = ("raw", "gap_delta", "ulp")
-
-
-def make_delta(
-    path: Path, before: Tensors, after: Tensors, *, encoding: str = "ulp", step: int | None = 2
-) -> Path:
-    a = write_safetensors(path.with_suffix(".a.safetensors"), before)
-    b = write_safetensors(path.with_suffix(".b.safetensors"), after)
-    with open_checkpoint(a) as base, open_checkpoint(b) as result:
-        diff(base, result, path, encoding=encoding, step=step)
-    a.unlink()
-    b.unlink()
-    return path
 
 
 @pytest.fixture
@@ -127,21 +115,6 @@ def test_a_torch_directory_is_written_as_safetensors(
     assert holds(tmp_path / "out", after)
     with pytest.raises(UsageError, match="in place"):
         apply_delta(delta, base, None)
-
-
-def write_torch(directory: Path, tensors: Tensors) -> Path:
-    import torch
-
-    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
-    state = {
-        name: torch.frombuffer(bytearray(data or b"\0" * 8), dtype=torch.uint8)
-        .view(dtypes[dtype])[: len(data) // dtypes[dtype].itemsize]
-        .reshape(shape)
-        for name, (dtype, shape, data) in tensors.items()
-    }
-    directory.mkdir()
-    torch.save(state, directory / "pytorch_model.bin")
-    return directory
 
 
 # What it refuses.
@@ -403,52 +376,6 @@ def test_in_place_other_files_survive(
     apply_delta(delta, base, None)
     assert others_of(base) == others
     assert holds_weights(base, after)
-
-
-def decorate(base: Path) -> dict[str, Any]:
-    """Put all sorts of things into a checkpoint's directory; returns ``others_of`` it."""
-    (base / "optimizer.pt").write_bytes(b"moments")
-    (base / ".hidden").write_bytes(b"hidden")
-    (base / ".git/refs").mkdir(parents=True)
-    (base / ".git/refs/head").write_bytes(b"ref")
-    (base / "empty").mkdir()
-    (base / "private").mkdir(mode=0o700)
-    (base / "private/model-00001-of-00002.safetensors").write_bytes(b"not a shard of this one")
-    (base / "adapter_model.safetensors").write_bytes(write_adapter())
-    (base / "link").symlink_to("config.json")
-    (base / "dangling").symlink_to("nowhere")
-    (base / "link-to-directory").symlink_to("tokenizer")
-    (base / "run.sh").write_text("#!/bin/sh\n")
-    (base / "run.sh").chmod(0o750)
-    return others_of(base)
-
-
-def write_adapter() -> bytes:
-    from tests.support.checkpoints import pack_safetensors
-
-    return pack_safetensors({"lora": random_tensor("F32", (3,), 1)})
-
-
-def others_of(base: Path) -> dict[str, Any]:
-    """Everything but the weights: links, permissions, contents."""
-    found: dict[str, Any] = {}
-    for path in sorted(base.rglob("*")):
-        name = path.relative_to(base).as_posix()
-        if name.startswith("model") and path.parent == base:
-            continue
-        mode = path.lstat().st_mode
-        if path.is_symlink():
-            found[name] = (mode, os.readlink(path))
-        else:
-            found[name] = (mode, path.read_bytes() if path.is_file() else None)
-    return found
-
-
-def holds_weights(base: Path, tensors: Tensors) -> bool:
-    found: dict[str, Spec] = {}
-    for file in sorted(base.glob("model*.safetensors")):
-        found |= read_tensors(file)
-    return found == dict(tensors)
 
 
 def test_in_place_permissions_stay(tmp_path: Path, before: Tensors, delta: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_file_appears_when_the_block_ends(tmp_path: Path) -> None:
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
+
     def interrupted() -> None:
         with atomic_file(path) as file:
             file.write(b"new")

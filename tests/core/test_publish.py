@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -19,7 +20,6 @@ from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, Usage
 from deltactl.core.publish import PushReport, push
 from deltactl.core.pull import pull
 from deltactl.core.verify import verify_bucket
-from tests.core.test_apply import write_torch
 from tests.support.chains import (
     AUX,
     Tensors,
@@ -33,6 +33,7 @@ from tests.support.chains import (
     states,
     write,
     write_steps,
+    write_torch,
 )
 from tests.support.checkpoints import flip_bit, read_tensors, write_hf_directory, write_safetensors
 from tests.support.crash import crashes
@@ -614,6 +615,30 @@ def test_a_source_that_changes_while_it_is_pushed(
     assert_whole(bucket, {1: steps[0], step: steps[1]}, tmp_path / "pulled")
     push(two, bucket)
     assert_whole(bucket, {1: steps[0], step: steps[1], step + 1: steps[2]}, tmp_path / "pulled")
+
+
+@pytest.mark.parametrize("call", ["pwrite", "copy_file_range", "ftruncate"])
+def test_a_full_disk(
+    tmp_path: Path, bucket: LocalBucket, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Of the cache or of the bucket: the chain stays whole, and nothing is left behind."""
+    steps = states(2)
+    one, two = write_steps(tmp_path, steps)
+    push(one, bucket)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            push(two, bucket, step=2, anchor_every=2)
+    assert verify_bucket(bucket).ok
+    hidden = [name for name in content(tmp_path / "bucket") if "/." in name]
+    assert hidden == []
+    assert {path.name for path in cached_tip(bucket).parent.iterdir()} == {"lock", "tip", "url"}
+    assert push(two, bucket, step=2, anchor_every=2).kind == "anchor"
+    assert_whole(bucket, dict(enumerate(steps, 1)), tmp_path / "pulled")
 
 
 def unfinished(bucket: LocalBucket, source: Path) -> None:

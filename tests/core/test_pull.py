@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from deltactl.core.chain import anchor_directory, anchor_file_name, delta_name, 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.publish import push
 from deltactl.core.pull import MARKER, pull
-from tests.core.test_apply import decorate, holds_weights, others_of
 from tests.support.chains import (
     AUX,
     Tensors,
@@ -34,6 +34,7 @@ from tests.support.chains import (
 from tests.support.checkpoints import flip_bit, random_tensor, read_tensors, write_hf_directory
 from tests.support.crash import crashes
 from tests.support.flips import done_at_once
+from tests.support.surroundings import decorate, holds_weights, others_of
 
 STEPS = states(6)
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -241,6 +242,36 @@ def test_links_of_two_chains_do_not_mix(tmp_path: Path, dest: Path) -> None:
     report = pull(one, dest)
     assert (report.step, report.newer) == (1, (2, 3))
     assert holds(dest, STEPS[0])
+
+
+def other_chain(tmp_path: Path) -> Path:
+    steps = [every_kind(STEPS[0])]
+    while len(steps) < 6:
+        steps.append(next_state(steps[-1], 300 + len(steps)))
+    return Path(make_chain(tmp_path / "other", steps, anchor_every=4).url)
+
+
+@pytest.mark.parametrize("step", [4, 5, None])
+def test_an_anchor_that_contradicts_the_deltas_is_not_rebuilt_from(
+    bucket: LocalBucket, dest: Path, tmp_path: Path, step: int | None
+) -> None:
+    place = Path(bucket.url, anchor_directory(4))
+    shutil.rmtree(place)
+    shutil.copytree(other_chain(tmp_path) / anchor_directory(4), place)
+    report = pull(bucket, dest, step=step)
+    assert (report.step, report.newer) == (step or 6, ())
+    assert holds(dest, STEPS[report.step - 1])
+    with pytest.raises(Conflict, match="chain is broken"):
+        push(write(tmp_path / "next", next_state(STEPS[5], 6)), bucket)
+
+
+def test_a_delta_of_another_chain_does_not_outweigh_the_anchor_of_its_step(
+    bucket: LocalBucket, dest: Path, tmp_path: Path
+) -> None:
+    shutil.copy(other_chain(tmp_path) / delta_name(4), Path(bucket.url, delta_name(4)))
+    for step in (4, 5, 6, 3):
+        pull(bucket, dest, step=step)
+        assert holds(dest, STEPS[step - 1])
 
 
 # Into a directory that holds a step.
@@ -649,3 +680,19 @@ def test_a_single_file_anchor_that_is_another_step_is_not_pulled(
     with pytest.raises(Malformed, match="another step"):
         pull(bucket, dest)
     assert_nothing_came(dest)
+
+
+def test_two_who_pull_into_one_directory_at_once(tmp_path: Path, six_steps: Path) -> None:
+    """Whoever is last, it is one step whole."""
+    bucket = LocalBucket(six_steps)
+    for turn in range(10):
+        dest = tmp_path / str(turn)
+        pull(bucket, dest, step=1 + turn % 4)
+        (dest / "notes.txt").write_text("mine")
+        with ThreadPoolExecutor(2) as pool:
+            pulls = [pool.submit(pull, bucket, dest, step=step) for step in (5, 6)]
+        reports = [done.result() for done in pulls]
+        assert [report.step for report in reports] == [5, 6]
+        assert read_tensors(dest) in (STEPS[4], STEPS[5])
+        assert (dest / "notes.txt").exists()
+    assert len(list(tmp_path.iterdir())) == 10

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.core.checkpoint import open_checkpoint
+from deltactl.core.diff import diff
 from deltactl.core.publish import PushReport, push
 from tests.support.checkpoints import (
     Spec,
@@ -111,3 +113,37 @@ def content(directory: Path) -> dict[str, bytes]:
 def holds(directory: Path, tensors: Mapping[str, Spec]) -> bool:
     """Whether a checkpoint has exactly these tensors, bit for bit."""
     return read_tensors(directory) == dict(tensors)
+
+
+def make_delta(
+    path: Path,
+    before: Mapping[str, Spec],
+    after: Mapping[str, Spec],
+    *,
+    encoding: str = "ulp",
+    step: int | None = 2,
+) -> Path:
+    """The delta between two states, as a file."""
+    a = write_safetensors(path.with_suffix(".a.safetensors"), before)
+    b = write_safetensors(path.with_suffix(".b.safetensors"), after)
+    with open_checkpoint(a) as base, open_checkpoint(b) as result:
+        diff(base, result, path, encoding=encoding, step=step)
+    a.unlink()
+    b.unlink()
+    return path
+
+
+def write_torch(directory: Path, tensors: Mapping[str, Spec]) -> Path:
+    """A directory with a PyTorch file of tensors as ``first_state`` has them."""
+    import torch
+
+    dtypes = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn}
+    state = {
+        name: torch.frombuffer(bytearray(data or b"\0" * 8), dtype=torch.uint8)
+        .view(dtypes[dtype])[: len(data) // dtypes[dtype].itemsize]
+        .reshape(shape)
+        for name, (dtype, shape, data) in tensors.items()
+    }
+    directory.mkdir()
+    torch.save(state, directory / "pytorch_model.bin")
+    return directory

@@ -1,8 +1,8 @@
 """Two consecutive bf16 checkpoints of any size, as AdamW over fp32 masters leaves them.
 
 A step moves a master weight by ``lr`` times a number of about N(0, 0.25): the ratio of Adam's two
-moments under noisy gradients (beta 0.9, 0.999) with a little drift. Rounded to bf16, about 1 % of the
-elements change at lr 1e-6, most by one unit in the last place. Written a tensor at a time.
+moments under noisy gradients (beta 0.9, 0.999) with a little drift. Rounded to bf16, about 1 % of
+the elements change at lr 1e-6, most by one unit in the last place. Written a tensor at a time.
 """
 
 from __future__ import annotations
