@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from deltactl.core.chain import (
     read_chain,
 )
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.delta import DeltaHeader, open_delta, parse_delta
+from deltactl.core.delta import open_delta, parse_delta
 from deltactl.core.diff import DiffReport, diff
 from deltactl.core.digest import state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
@@ -27,6 +28,7 @@ from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, U
 from deltactl.core.files import atomic_directory, remove, temporary_directory
 from deltactl.core.header import HEADER_DIGEST, PLACEHOLDER, seal
 from deltactl.core.identity import state_of, tensor_states
+from deltactl.core.placement import Placement
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import materialize
 from deltactl.core.safetensors_io import make_header, read_header
@@ -112,72 +114,8 @@ class _Publisher:
         progress: Progress,
     ) -> None:
         self._bucket, self._chain, self._cached = bucket, chain, cached
-        self._anchor_every, self._encoding = anchor_every, encoding
+        self._place, self._encoding = Placement(chain, anchor_every), encoding
         self._dry_run, self._progress = dry_run, progress
-
-    # The step and its place in the chain.
-
-    def _next_step(self, step: int | None) -> int:
-        """The step to write. Raises Conflict if it is not above the tip, or the chain is broken."""
-        chain = self._chain
-        newest = chain.steps[-1] if chain.steps else None
-        if chain.problems or newest != chain.tip or chain.starts != chain.anchors:
-            raise Conflict(
-                "the chain is broken, nothing can be put on its end",
-                file=chain.url,
-                step=newest,
-                hint=f"deltactl verify {chain.url}",
-            )
-        if newest is not None and chain.state_at(newest) is None:
-            raise self._no_digests(newest)
-        if step is None:
-            return 1 if newest is None else newest + 1
-        if newest is not None and step <= newest:
-            raise Conflict(
-                "the step is not above the tip",
-                file=chain.url,
-                expected=f"step {newest + 1} or above",
-                found=f"step {step}",
-                hint=f"deltactl log {chain.url}",
-            )
-        return step
-
-    def _no_digests(self, step: int) -> UsageError:
-        return UsageError(
-            "the chain's links carry no digests that a delta could stand on",
-            file=self._chain.url,
-            step=step,
-            hint="push into a new bucket",
-        )
-
-    def _anchor_due(self, step: int) -> bool:
-        """TRL's rule, step % N == 0, also where steps are skipped: a multiple of N was reached."""
-        if not self._chain.anchors:
-            return True
-        if not self._anchor_every:
-            return False
-        return step // self._anchor_every > max(self._chain.anchors) // self._anchor_every
-
-    def _same_step(self, step: int, state: str, total_elements: int) -> PushReport:
-        """The report for a step that is there with this state. Raises Conflict for another."""
-        links = self._chain.links_at(step)
-        if links[0].result_state is None:
-            raise self._no_digests(step)
-        if links[0].result_state != state:
-            raise Conflict(
-                "the step is there with other content",
-                file=links[0].name,
-                step=step,
-                expected=f"state {links[0].result_state}",
-                found=f"state {state}",
-                hint=f"deltactl log {self._chain.url}",
-            )
-        report = PushReport(
-            step, links[-1].kind, 0, state, False, None, total_elements, self._dry_run, ()
-        )
-        return replace(report, changed_elements=links[0].changed_elements)
-
-    # A checkpoint.
 
     def push_checkpoint(self, source: Path, step: int | None, base: Path | None) -> PushReport:
         with open_checkpoint(source) as checkpoint:
@@ -186,26 +124,37 @@ class _Publisher:
                 state = state_of(checkpoint, progress=self._progress)
                 report = self._same_step(step, state, checkpoint.total_elements)
                 return self._finish_anchor(checkpoint, report)
-            step = self._next_step(step)
+            step = self._place.next_step(step)
             if self._chain.tip is None:
                 return self._first_anchor(checkpoint, step, keep=base is None)
             with self._scratch() as scratch:
                 delta = scratch / "delta"
                 found = self._diff(checkpoint, base, delta, step)
                 report = _delta_report(found, step, self._dry_run)
-                if not self._dry_run:
-                    written = self._put(delta_name(step), delta, step, found.result_state)
-                    report = replace(report, written=written)
-            due = self._anchor_due(step)
-            if due or base is None:
-                report = self._snapshot(checkpoint, report, anchor=due, keep=base is None)
-            return report
+                return self._write(checkpoint, report, delta, keep=base is None)
+
+    def _write(
+        self, checkpoint: Checkpoint, report: PushReport, delta: Path, *, keep: bool
+    ) -> PushReport:
+        """Put the delta, and the anchor where one is due; keep the checkpoint as the cached tip.
+
+        It is copied before anything is put, which shows whether it still is what was compared, and
+        becomes the cached tip after everything is.
+        """
+        due = self._place.anchor_due(report.step)
+        if self._dry_run:
+            return _with_size(report, checkpoint) if due else report
+        if not due and not keep:
+            return self._put_delta(delta, report)
+        with self._snapshot(checkpoint, report, keep=keep) as snapshot:
+            report = self._put_delta(delta, report)
+            return self._put_anchor(snapshot, report) if due else report
 
     def _finish_anchor(self, checkpoint: Checkpoint, report: PushReport) -> PushReport:
         """An anchor that a push did not live to write is written when the step is pushed again."""
-        if report.step != self._chain.steps[-1] or not self._anchor_due(report.step):
+        if report.step != self._chain.steps[-1] or not self._place.anchor_due(report.step):
             return report
-        return self._snapshot(checkpoint, replace(report, written=True), anchor=True, keep=False)
+        return self._anchor(checkpoint, replace(report, written=True), keep=False)
 
     def _first_anchor(self, checkpoint: Checkpoint, step: int, keep: bool) -> PushReport:
         report = PushReport(
@@ -214,7 +163,30 @@ class _Publisher:
         if self._dry_run:
             state = state_digest(tensor_states(checkpoint, progress=self._progress))
             report = replace(report, state=state)
-        return self._snapshot(checkpoint, report, anchor=True, keep=keep)
+        return self._anchor(checkpoint, report, keep=keep)
+
+    def _anchor(self, checkpoint: Checkpoint, report: PushReport, *, keep: bool) -> PushReport:
+        """Put an anchor alone: the first, or one of a step whose delta is there."""
+        if self._dry_run:
+            return _with_size(report, checkpoint)
+        with self._snapshot(checkpoint, report, keep=keep) as snapshot:
+            return self._put_anchor(snapshot, report)
+
+    def _same_step(self, step: int, state: str, total_elements: int) -> PushReport:
+        """The report for a step that is there with this state. Raises Conflict for another."""
+        self._place.check_same(step, state)
+        links = self._chain.links_at(step)
+        return PushReport(
+            step=step,
+            kind=links[-1].kind,
+            bytes=0,
+            state=state,
+            written=False,
+            changed_elements=links[0].changed_elements,
+            total_elements=total_elements,
+            dry_run=self._dry_run,
+            files=(),
+        )
 
     def _diff(self, result: Checkpoint, base: Path | None, out: Path, step: int) -> DiffReport:
         """The delta from the tip. Raises Conflict if ``base`` is not the tip."""
@@ -274,8 +246,8 @@ class _Publisher:
         step = header.step if step is None else step
         if step is not None and self._chain.links_at(step):
             return self._same_step(step, result_state, total)
-        step = self._next_step(step)
-        self._check_on_tip(header)
+        step = self._place.next_step(step)
+        self._place.check_on_tip(header)
         tip = self._chain.tip
         assert tip is not None
         with self._scratch() as scratch:
@@ -293,44 +265,26 @@ class _Publisher:
                 files=(delta_name(step),),
             )
             if not self._dry_run:
-                written = self._put(delta_name(step), out, step, result_state)
-                report = replace(report, written=written)
-        if self._anchor_due(step) and not self._dry_run:
-            self._chain = read_chain(self._bucket)
-            self._refresh_cache(step)
-            with open_checkpoint(self._cached) as checkpoint:
-                return self._snapshot(checkpoint, report, anchor=True, keep=False)
-        return replace(report, kind="anchor") if self._anchor_due(step) else report
-
-    def _check_on_tip(self, header: DeltaHeader) -> None:
-        tip = self._chain.tip
-        if tip is None:
-            raise Conflict(
-                "the chain is empty, and a delta needs a base",
-                file=header.file,
-                expected=f"state {header.base_state}",
-                hint=f"deltactl push CKPT {self._chain.url}",
-            )
-        found = self._chain.state_at(tip)
-        if found != header.base_state:
-            raise Conflict(
-                "the delta's base is not the chain's tip",
-                file=header.file,
-                step=tip,
-                expected=f"state {found}",
-                found=f"state {header.base_state}",
-            )
+                report = self._put_delta(out, report)
+        if not self._place.anchor_due(step):
+            return report
+        if self._dry_run:
+            return replace(report, kind="anchor")
+        self._chain = read_chain(self._bucket)
+        self._refresh_cache(step)
+        with open_checkpoint(self._cached) as checkpoint:
+            return self._anchor(checkpoint, report, keep=False)
 
     # Writing.
 
+    @contextlib.contextmanager
     def _snapshot(
-        self, checkpoint: Checkpoint, report: PushReport, *, anchor: bool, keep: bool
-    ) -> PushReport:
-        """Write the checkpoint as the step's anchor, or keep it as the cached tip, or both."""
-        if anchor:
-            report = replace(report, kind="anchor")
-        if self._dry_run:
-            return _with_size(report, checkpoint) if anchor else report
+        self, checkpoint: Checkpoint, report: PushReport, *, keep: bool
+    ) -> Iterator[Snapshot]:
+        """A copy of the checkpoint; with ``keep`` it is the cached tip once the block ends well.
+
+        Raises Malformed if it is not the state that the report names.
+        """
         with atomic_directory(self._cached) if keep else self._scratch() as directory:
             snapshot = take_snapshot(checkpoint, report.step, directory, self._progress)
             if report.state and snapshot.state != report.state:
@@ -341,10 +295,11 @@ class _Publisher:
                     expected=f"state {report.state}",
                     found=f"state {snapshot.state}",
                 )
-            report = replace(report, state=snapshot.state)
-            if anchor:
-                report = self._put_anchor(snapshot, report)
-        return report
+            yield snapshot
+
+    def _put_delta(self, delta: Path, report: PushReport) -> PushReport:
+        written = self._put(delta_name(report.step), delta, report.step, report.state)
+        return replace(report, written=written)
 
     def _scratch(self) -> AbstractContextManager[Path]:
         """A temporary directory on the cache's disk, which has room for a checkpoint."""
@@ -356,6 +311,8 @@ class _Publisher:
         files[snapshot.name] = snapshot.path.stat().st_size
         return replace(
             report,
+            kind="anchor",
+            state=snapshot.state,
             bytes=report.bytes + sum(files.values()),
             files=report.files + tuple(files),
             written=written or (report.written and bool(report.files)),
@@ -400,7 +357,7 @@ def _with_size(report: PushReport, checkpoint: Checkpoint) -> PushReport:
     size = checkpoint.nbytes + sum(path.stat().st_size for path in checkpoint.aux.values())
     name = anchor_directory if checkpoint.is_directory else anchor_file_name
     files = (*report.files, name(report.step))
-    return replace(report, bytes=report.bytes + size, files=files)
+    return replace(report, kind="anchor", bytes=report.bytes + size, files=files)
 
 
 def _check_aux_names(checkpoint: Checkpoint) -> None:

@@ -17,10 +17,9 @@ from deltactl.core.anchor_check import check_file, tensor_faults
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.compare import first_differences
-from deltactl.core.delta import Delta, DeltaHeader, open_delta
-from deltactl.core.digest import TensorState, state_digest
+from deltactl.core.delta import Delta, open_delta
 from deltactl.core.errors import DeltactlError, Malformed, NotFound, UsageError
-from deltactl.core.header import Record
+from deltactl.core.link_check import doubts, link_faults, no_digests
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import fetched, wanted_step
 from deltactl.core.replay_check import replay_faults
@@ -75,7 +74,7 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
         delta = open_delta(path)
         report.bytes_read = delta.header.nbytes - delta.payload_bytes
         if delta.header.dialect != "deltactl":
-            report.unproven.append(_no_digests(str(path), delta.header.step))
+            report.unproven.append(no_digests(str(path), delta.header.step).facts())
         if level == "data":
             report.bytes_read = delta.header.nbytes
             progress("verifying", 0, delta.header.nbytes)
@@ -148,150 +147,14 @@ def _verify_links(chain: Chain, tables: dict[int, Table], report: VerifyReport) 
         faults.append(Malformed(what, file=first.name, step=first.step))
     broken = set()
     for link in chain.links:
-        found = _link_faults(chain, link, tables)
+        found = link_faults(chain, link, tables)
         for fault in found:
             fault.step = link.step
         faults += found
         broken |= {link.name} if found else set()
-        report.unproven += _doubts(chain, link)
+        report.unproven += [doubt.facts() for doubt in doubts(chain, link)]
     report.errors += [fault.facts() for fault in faults]
     return broken
-
-
-def _doubts(chain: Chain, link: Link) -> list[Row]:
-    """What nothing is known against, and nothing proves."""
-    if link.result_state is not None:
-        return []
-    doubts = [_no_digests(link.name, link.step)]
-    if isinstance(link.header, DeltaHeader):
-        gap = trl_check.gap(link.step, chain.below(link.step), link.header)
-        doubts += [gap.facts()] if gap is not None else []
-    return doubts
-
-
-def _no_digests(file: str, step: int | None) -> Row:
-    what = "the link carries no digests: what it holds cannot be proven"
-    return Malformed(what, file=file, step=step, expected="deltactl.* in its header").facts()
-
-
-def _link_faults(chain: Chain, link: Link, tables: dict[int, Table]) -> list[DeltactlError]:
-    if isinstance(link.header, AnchorHeader):
-        return _anchor_faults(chain, link, link.header, tables)
-    return _delta_faults(chain, link, link.header, tables)
-
-
-def _anchor_faults(
-    chain: Chain, link: Link, header: AnchorHeader, tables: dict[int, Table]
-) -> list[DeltactlError]:
-    """An anchor has to be the state that deltas lead to, where they reach its step."""
-    below = chain.below(link.step)
-    before = tables.get(below) if below is not None else None
-    if link.step in chain.starts:
-        tables[link.step] = {tensor.name: tensor for tensor in header.tensors}
-    if header.result_state is None:
-        return trl_check.anchor_faults(header, before or {})
-    delta = chain.deltas.get(link.step)
-    if delta is None or delta.result_state in (None, link.result_state):
-        return []
-    if link.step in chain.starts:
-        return []  # then the delta does not stand, and that is said of it
-    what = "the anchor is not the state that the deltas before it lead to"
-    return [
-        Malformed(
-            what,
-            file=link.name,
-            step=link.step,
-            expected=f"state {delta.result_state}",
-            found=f"state {link.result_state}",
-        )
-    ]
-
-
-def _delta_faults(
-    chain: Chain, link: Link, header: DeltaHeader, tables: dict[int, Table]
-) -> list[DeltactlError]:
-    if link is chain.links[0]:
-        return []
-    before = chain.before(link)
-    if fault := _base_fault(chain, link, before):
-        return [fault]
-    table = tables.get(before) if before is not None else None
-    if table is None:
-        return []
-    if header.result_state is None:
-        tables[link.step] = table
-        return trl_check.delta_faults(header, table)
-    try:
-        tables[link.step] = _advance(table, header)
-    except DeltactlError as error:
-        return [error]
-    return []
-
-
-def _base_fault(chain: Chain, link: Link, before: int | None) -> DeltactlError | None:
-    """What is wrong between a delta and the step below it."""
-    below = chain.below(link.step)
-    if not chain.stands(link):
-        missing = before is None or not chain.links_at(before)
-        what = "the link that the delta stands on is missing"
-        if not missing:
-            what = "the delta's base is not the result of the step before"
-        found = "no such link"
-        if not missing and before is not None:
-            found = f"state {chain.state_at(before)}"
-    elif _passes_over(chain, link, before, below):
-        what = "the delta passes over the step before: two chains are in one place"
-        found = _step_and_state(below, None if below is None else chain.state_at(below))
-    else:
-        return None
-    expected = _step_and_state(before, link.base_state)
-    return Malformed(what, file=link.name, step=link.step, expected=expected, found=found)
-
-
-def _passes_over(chain: Chain, link: Link, before: int | None, below: int | None) -> bool:
-    """Whether a delta stands on a lower step than the one right below, which is another state."""
-    if below is None or below == before:
-        return False
-    return link.base_state is None or chain.state_at(below) != link.base_state
-
-
-def _step_and_state(step: int | None, state: str | None) -> str:
-    return f"step {step}" if state is None else f"step {step} with state {state}"
-
-
-def _advance(table: Table, header: DeltaHeader) -> Table:
-    """The tensors after a delta, from those before; their digest has to be the state it names."""
-    after = dict(table)
-    for record in header.records.values():
-        _check_fits(table.get(record.name), record, header.file)
-        if record.kind == "removed":
-            del after[record.name]
-            continue
-        assert record.dtype is not None and record.shape is not None and record.digest is not None
-        after[record.name] = TensorState(record.name, record.dtype, record.shape, record.digest)
-    found = state_digest(after.values())
-    if found != header.result_state:
-        raise Malformed(
-            "the tensor table does not lead to the state that the header names",
-            file=header.file,
-            expected=header.result_state,
-            found=found,
-        )
-    return after
-
-
-def _check_fits(before: TensorState | None, record: Record, file: str) -> None:
-    found = None if before is None else (before.dtype, before.shape)
-    expected: tuple[str | None, tuple[int, ...] | None] | None = (record.dtype, record.shape)
-    if record.kind == "added":
-        expected = None
-    elif record.replaced:
-        expected = (record.base_dtype, record.base_shape)
-    if found != expected:
-        what = "the delta's tensor does not fit the one in the step before"
-        raise Malformed(
-            what, file=file, tensor=record.name, expected=str(expected), found=str(found)
-        )
 
 
 # Level data.
@@ -386,14 +249,11 @@ def _verify_rebuild(
 def _runs(chain: Chain) -> list[list[Link]]:
     """Each anchor with the deltas that stand on it, up to and with the next anchor's own delta."""
     runs: list[list[Link]] = []
-    ends: list[Link] = []
     for link in chain.links:
         if link.kind == "anchor":
             runs.append([link])
-        elif runs:
+        elif runs:  # a delta before any anchor is a fault of level links
             runs[-1].append(link)
-        else:
-            ends.append(link)
     return runs
 
 

@@ -30,8 +30,7 @@ class Row:
 
 
 def speed_rows(a: Path, b: Path) -> tuple[list[Row], dict[str, float]]:
-    """diff with both digests against reading, hashing, and TRL's way; warm files, GB of one file.
-    """
+    """diff with both digests against reading, hashing, and TRL's way; GB of one file a second."""
     with tempfile.TemporaryDirectory(dir=a.parent) as scratch:
         out = Path(scratch)
         works = {
