@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +130,11 @@ def verify_bucket(
     return report
 
 
+def _scratch() -> Path:
+    """Beside what to fetch the links that cannot be mapped where they are."""
+    return Path(tempfile.gettempdir(), "verify")
+
+
 # Level links.
 
 
@@ -173,7 +179,7 @@ def _verify_data(
     for link in chain.links:
         progress("verifying", done, total)
         try:
-            with fetched(bucket, [link], Path("verify"), silent) as places:
+            with fetched(bucket, [link], _scratch(), silent) as places:
                 before = chain.before(link) if link.kind == "delta" else None
                 table = None if before is None else tables.get(before)
                 faults = _data_faults(link, table, places[link.name])
@@ -233,7 +239,7 @@ def _verify_rebuild(
                 report.errors.append(Malformed(what, file=link.name, step=link.step).facts())
         if len(sound) < 2:
             continue
-        with fetched(bucket, sound, Path("verify"), silent) as places:
+        with fetched(bucket, sound, _scratch(), silent) as places:
             try:
                 deltas = [open_delta(places[link.name]) for link in sound[1:]]
                 with open_checkpoint(places[sound[0].name]) as base:
@@ -279,7 +285,7 @@ def _verify_against(
         try:
             wanted = wanted_step(chain, step)
             anchor, links = chain.path(wanted)
-            with fetched(bucket, [anchor, *links], Path("verify"), silent) as places:
+            with fetched(bucket, [anchor, *links], _scratch(), silent) as places:
                 deltas = [open_delta(places[link.name]) for link in links]
                 with open_checkpoint(places[anchor.name]) as base:
                     faults = first_differences(base, deltas, other, progress)
