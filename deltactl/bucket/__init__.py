@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import UsageError
@@ -13,13 +14,24 @@ from deltactl.core.store import Bucket
 def open_bucket(url: str) -> Bucket:
     """The bucket at ``url``; it need not exist yet. Raises UsageError for an unknown scheme."""
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
+    if not url:
+        raise UsageError("the bucket has no name")
     if scheme is None:
         return LocalBucket(Path(url))
     if scheme[1].lower() == "file":
-        return LocalBucket(Path(url[len("file://") :]))
+        return LocalBucket(_local_path(url))
     raise UsageError(
         "unknown kind of bucket",
         file=url,
         expected="a directory, or file://",
         found=f"{scheme[1]}://",
     )
+
+
+def _local_path(url: str) -> Path:
+    """The path of a file URL (RFC 8089). Raises UsageError for another machine's."""
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
+        what = "a file URL names an absolute path on this machine"
+        raise UsageError(what, file=url, expected="file:///PATH")
+    return Path(unquote(parts.path))

@@ -178,6 +178,9 @@ def _reader_is_gone() -> int:
 
 def main() -> None:
     """The process's entry point."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: then nobody listens
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show

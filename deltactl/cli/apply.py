@@ -34,11 +34,17 @@ if TYPE_CHECKING:
 )
 def apply(
     ctx: typer.Context,
-    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="A delta file; - is stdin.")],
-    base: Annotated[Path, typer.Argument(metavar="BASE", help="The checkpoint it stands on.")],
+    delta: Annotated[
+        Path, typer.Argument(readable=False, metavar="DELTA", help="A delta file; - is stdin.")
+    ],
+    base: Annotated[
+        Path, typer.Argument(readable=False, metavar="BASE", help="The checkpoint it stands on.")
+    ],
     out: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="OUT", help="Where to write the result."),
+        typer.Option(
+            "--output", "-o", readable=False, metavar="OUT", help="Where to write the result."
+        ),
     ] = None,
     in_place: Annotated[
         bool,

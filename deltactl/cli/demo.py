@@ -93,6 +93,7 @@ def demo(
     directory: Annotated[
         Path | None,
         typer.Argument(
+            readable=False,
             metavar="DIR",
             help="Keep checkpoints, bucket and pulled step here; by default they are removed.",
             show_default=False,

@@ -51,12 +51,18 @@ _SHOWN = 20  # tensors that are named on the screen
 )
 def diff(
     ctx: typer.Context,
-    a: Annotated[Path, typer.Argument(metavar="A", help="The base: a checkpoint.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The result: a checkpoint.")],
+    a: Annotated[Path, typer.Argument(readable=False, metavar="A", help="The base: a checkpoint.")],
+    b: Annotated[
+        Path, typer.Argument(readable=False, metavar="B", help="The result: a checkpoint.")
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the delta to this file; - is stdout."
+            "--output",
+            "-o",
+            readable=False,
+            metavar="FILE",
+            help="Write the delta to this file; - is stdout.",
         ),
     ] = None,
     encoding: Encoding = "ulp",

@@ -70,5 +70,7 @@ def from_system(error: OSError | MemoryError) -> DeltactlError:
         return Transient(what, file=file)
     if error.errno in _FULL:
         hint = "free some space there, or write to another place"
+        if file is None:
+            hint = "free some space where the output, the bucket, TMPDIR or DELTACTL_CACHE is"
         return DeltactlError(what, file=file, hint=hint)
     return DeltactlError(what, file=file)

@@ -34,7 +34,7 @@ class Output:
         self._answered = False
 
     def configure(self, *, json: bool, quiet: bool) -> None:
-        """Take up ``--json`` and ``--quiet``; with both, JSON without progress and warnings."""
+        """Take up ``--json`` and ``--quiet``; with both, JSON without progress."""
         self.mode = "json" if json else "quiet" if quiet else "human"
         self._quiet = quiet
 
@@ -57,9 +57,8 @@ class Output:
                 print(printable(line), file=stream or sys.stdout)
 
     def warn(self, text: str) -> None:
-        """Say on stderr what the user should know though the command goes on."""
-        if not self._quiet:
-            self._say("warning:", "yellow", text)
+        """Say on stderr what the user has to know though the command goes on; also with --quiet."""
+        self._say("warning:", "yellow", text)
 
     def fault(self, error: DeltactlError) -> None:
         """Say on stderr what is wrong, in the midst of a command that goes on to its own result."""

@@ -37,7 +37,9 @@ def pull(
     dest: Annotated[
         Path,
         typer.Argument(
-            metavar="DEST", help="A directory: new, empty, or with a step of the chain."
+            readable=False,
+            metavar="DEST",
+            help="A directory: new, empty, or with a step of the chain.",
         ),
     ],
     step: Annotated[

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         "total_elements": "elements of the checkpoint",
         "dry_run": "whether this only says what would be done",
         "files": "names of the objects in the bucket",
+        "left_behind": "files beside the weights that differ from the newest anchor's: a delta "
+        "does not carry them",
     },
     exits=[3, 4, 5, 10, 11],
     examples=[
@@ -40,7 +42,9 @@ def push(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="CKPT|DELTA", help="The step's checkpoint, or a delta that leads to it."
+            readable=False,
+            metavar="CKPT|DELTA",
+            help="The step's checkpoint, or a delta that leads to it.",
         ),
     ],
     bucket: Bucket,
@@ -63,6 +67,7 @@ def push(
         Path | None,
         typer.Option(
             "--base",
+            readable=False,
             metavar="CKPT",
             help="The checkpoint of the tip, to spare a look at the cache.",
         ),
@@ -94,6 +99,9 @@ def push(
             dry_run=dry_run,
             progress=progress,
         )
+    if report.left_behind:
+        names = ", ".join(report.left_behind)
+        screen.warn(f"not as in the newest anchor, and only the next one carries it: {names}")
     document = {
         "step": report.step,
         "kind": report.kind,
@@ -104,6 +112,7 @@ def push(
         "total_elements": report.total_elements,
         "dry_run": report.dry_run,
         "files": report.files,
+        "left_behind": report.left_behind,
     }
     screen.result(document, lambda: _lines(report))
 

@@ -58,7 +58,10 @@ def verify(
     against: Annotated[
         Path | None,
         typer.Option(
-            "--against", metavar="CKPT", help="Compare the tip, or --step, with this checkpoint."
+            "--against",
+            readable=False,
+            metavar="CKPT",
+            help="Compare the tip, or --step, with this checkpoint.",
         ),
     ] = None,
     step: Annotated[

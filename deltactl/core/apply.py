@@ -17,7 +17,7 @@ from deltactl.core.delta import Delta, open_delta
 from deltactl.core.encoding.base import BLOCK
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
 from deltactl.core.files import atomic_directory, atomic_file, recover
-from deltactl.core.header import Record
+from deltactl.core.header import Record, is_ours
 from deltactl.core.hf_directory import TORCH_SUFFIXES
 from deltactl.core.identity import state_of
 from deltactl.core.parallel import map_largest_first
@@ -90,6 +90,9 @@ def _report(delta: Delta, out: Path, state: str, written: bool) -> ApplyReport:
 
 def _check_target(base: Checkpoint, base_path: Path, out: Path | None) -> None:
     if out is None:
+        if is_ours(base.index_metadata or {}) or any(is_ours(s.metadata) for s in base.shards):
+            what = "the checkpoint is an anchor of a chain, and stays as it is"
+            raise UsageError(what, file=base_path, hint="write to a new place with -o OUT")
         if not all(shard.file.endswith(".safetensors") for shard in base.shards):
             what = "only safetensors checkpoints can be changed in place"
             raise UsageError(what, file=base_path, hint="write to a new place with -o OUT")

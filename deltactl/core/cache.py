@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deltactl.core.digest import hasher
+from deltactl.core.errors import NotAllowed
 
 
 def cache_root() -> Path:
@@ -27,9 +28,15 @@ def tip_cache(url: str) -> Iterator[Path]:
 
     The directory at that place may be missing, stale or wrong.
     """
-    directory = cache_root() / "tips" / hasher().update(url.encode()).hexdigest()[:32]
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "url").write_text(url + "\n")
-    with open(directory / "lock", "w") as lock:
+    directory = cache_root() / "tips" / hasher().update(os.fsencode(url)).hexdigest()[:32]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "url").write_bytes(os.fsencode(url) + b"\n")
+        lock = open(directory / "lock", "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        what = f"the cache of tips cannot be written: {error.strerror or error}".lower()
+        hint = "set DELTACTL_CACHE to a directory of yours"
+        raise NotAllowed(what, file=directory, hint=hint) from None
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield directory / "tip"

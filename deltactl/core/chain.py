@@ -11,7 +11,7 @@ from functools import cached_property
 
 from deltactl.core.anchor import INDEX, AnchorHeader, parse_anchor, parse_anchor_index
 from deltactl.core.delta import DeltaHeader, parse_delta
-from deltactl.core.errors import DeltactlError, Malformed, NotFound
+from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.core.header import utf8
 from deltactl.core.safetensors_io import Header, header_length, parse_header
 from deltactl.core.store import Bucket, Object
@@ -292,6 +292,8 @@ def _read_link(
         if header.step is not None and header.step != step:
             what = "the link's header names another step than its file's name"
             raise Malformed(what, file=name, step=step, expected=step, found=header.step)
+    except (NotAllowed, Transient):
+        raise  # says nothing about the link
     except DeltactlError as error:
         error.step = step
         return error, count

@@ -24,6 +24,7 @@ from deltactl.core.delta import DENSE
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.encoding.base import BLOCK, EncodedBlock, Encoding, Part, Target
+from deltactl.core.errors import UsageError
 from deltactl.core.files import Spool, atomic_file
 from deltactl.core.header import (
     FORMAT_VERSION,
@@ -32,6 +33,7 @@ from deltactl.core.header import (
     PREFIX,
     TRL_FORMAT,
     Record,
+    check_step,
     record_to_json,
     seal,
     table_text,
@@ -104,6 +106,10 @@ def diff(
     Raises UsageError for an unknown encoding.
     """
     codec = encoding_named(encoding)
+    if step is not None:
+        check_step(step)
+    if isinstance(out, Path):
+        _check_out(out, (base, result))
     names = sorted({*base.tensors, *result.tensors}, key=utf8)
     sizes = [_bytes_to_read(base, result, name) for name in names]
     meter = Meter(progress, "comparing", sum(sizes))
@@ -121,6 +127,15 @@ def diff(
         target = atomic_file(out) if isinstance(out, Path) else nullcontext(out)
         with target as file:
             return replace(report, delta_bytes=writer.write(file))
+
+
+def _check_out(out: Path, inputs: Iterable[Checkpoint]) -> None:
+    """Raise UsageError where the delta would take the place of a file that it is made from."""
+    for checkpoint in inputs:
+        for shard in checkpoint.shards:
+            path = checkpoint.path / shard.file if checkpoint.is_directory else checkpoint.path
+            if out.resolve() == path.resolve():
+                raise UsageError("the output is one of the two checkpoints' files", file=out)
 
 
 def _bytes_to_read(base: Checkpoint, result: Checkpoint, name: str) -> int:

@@ -70,6 +70,23 @@ def temporary_directory(path: Path) -> Iterator[Path]:
             remove(name)
 
 
+def _check_exchangeable(path: Path) -> None:
+    """Raise UsageError for a directory that the system does not give up, or that this process, and
+    the shell it came from, stand in: they would stay behind in the old one."""
+    if path.is_mount():
+        raise UsageError(
+            "the directory is a mount point, and cannot be exchanged as a whole",
+            file=path,
+            hint=f"name a directory in it, such as {path / 'model'}",
+        )
+    if path.is_dir() and Path.cwd().is_relative_to(path):
+        raise UsageError(
+            "the directory is the working directory, or holds it, and is exchanged as a whole",
+            file=path,
+            hint="go to another directory first",
+        )
+
+
 def _make_file(name: Path) -> int:
     return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
 
@@ -107,6 +124,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     one is removed and the old one stays. Files put into it must have been synced by who wrote them.
     """
     path = path.resolve()  # the directory behind a symbolic link, not the link
+    _check_exchangeable(path)
     with temporary_directory(path) as temporary:
         yield temporary
         for directory, _, _ in os.walk(temporary):

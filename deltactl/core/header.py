@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 from deltactl.core.bits import element_bytes
 from deltactl.core.digest import HEX_DIGITS, TensorState, hasher, is_digest
-from deltactl.core.errors import Malformed, Unsupported
+from deltactl.core.errors import Malformed, Unsupported, UsageError
 from deltactl.core.reading import parse_json_list
 from deltactl.core.safetensors_io import DTYPE_BITS, nbytes_of
 
@@ -67,6 +67,16 @@ class Record:
     def replaced(self) -> bool:
         """Whether the base has a tensor of this name with another dtype or shape."""
         return self.base_dtype is not None
+
+
+MAX_STEP = 10**18 - 1
+"""The format's limit; a model that makes a step each nanosecond gets there in 32 years."""
+
+
+def check_step(step: int) -> None:
+    """Raise UsageError for a number that is no step."""
+    if not 0 <= step <= MAX_STEP:
+        raise UsageError("the step is out of range", expected=f"0 to {MAX_STEP}", found=step)
 
 
 def utf8(name: str) -> bytes:

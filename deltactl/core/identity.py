@@ -8,6 +8,7 @@ from deltactl.core.checkpoint import Checkpoint, Tensor
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.parallel import Meter, hash_threads, map_largest_first
 from deltactl.core.progress import Progress, silent
+from deltactl.core.reading import os_errors
 from deltactl.core.safetensors_io import read_header
 
 _CHUNK = 1 << 22
@@ -41,3 +42,18 @@ def header_digest(path: Path) -> str:
     """The digest of a safetensors file's header: its length and its JSON. Raises as read_header."""
     found: str = hasher().update(read_header(path).raw).hexdigest()
     return found
+
+
+def fingerprint(checkpoint: Checkpoint) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of change of each file of weights, as they are now.
+
+    Where it has changed somebody has written to the checkpoint. Digests do not show that: of a file
+    that is rewritten while it is read they are those of a mixture.
+    """
+    found = []
+    for shard in checkpoint.shards:
+        path = checkpoint.path / shard.file if checkpoint.is_directory else checkpoint.path
+        with os_errors(path):
+            status = path.stat()
+        found.append((shard.file, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from deltactl.core.chain import Chain
 from deltactl.core.delta import DeltaHeader
 from deltactl.core.errors import Conflict, UsageError
+from deltactl.core.header import check_step
 
 
 class Placement:
@@ -27,7 +28,9 @@ class Placement:
         if newest is not None and chain.state_at(newest) is None:
             raise self._no_digests(newest)
         if step is None:
-            return 1 if newest is None else newest + 1
+            step = 1 if newest is None else newest + 1
+            check_step(step)
+            return step
         if newest is not None and step <= newest:
             raise Conflict(
                 "the step is not above the tip",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deltactl.core import trl
 from deltactl.core.anchor import is_plain_path
+from deltactl.core.anchor_check import aux_files, has_file
 from deltactl.core.cache import tip_cache
 from deltactl.core.chain import (
     Chain,
@@ -26,8 +27,8 @@ from deltactl.core.digest import state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.files import atomic_directory, remove, temporary_directory
-from deltactl.core.header import HEADER_DIGEST, PLACEHOLDER, seal
-from deltactl.core.identity import state_of, tensor_states
+from deltactl.core.header import HEADER_DIGEST, PLACEHOLDER, check_step, seal
+from deltactl.core.identity import fingerprint, state_of, tensor_states
 from deltactl.core.placement import Placement
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import materialize
@@ -43,7 +44,10 @@ ANCHOR_EVERY = 10
 class PushReport:
     """What ``push`` did, or with ``dry_run`` would do. ``kind``: the link that the step is known
     by; ``bytes``: of all objects that were written; ``files``: their names. An anchor's step has
-    its delta too. ``written``: False where the step was there already with the same content."""
+    its delta too. ``written``: False where the step was there already with the same content.
+    ``left_behind``: files beside the weights that differ from the newest anchor's, which a delta
+    does not carry.
+    """
 
     step: int
     kind: str
@@ -54,6 +58,7 @@ class PushReport:
     total_elements: int
     dry_run: bool
     files: tuple[str, ...]
+    left_behind: tuple[str, ...] = ()
 
 
 def push(
@@ -76,8 +81,8 @@ def push(
     step below the tip, and for a base that is not the tip; and what the bucket raises.
     """
     encoding_named(encoding)
-    if step is not None and step < 0:
-        raise UsageError("a step is not negative", found=step)
+    if step is not None:
+        check_step(step)
     if anchor_every < 0:
         raise UsageError("the cadence of anchors is not negative", found=anchor_every)
     with tip_cache(bucket.url) as cached:
@@ -116,10 +121,12 @@ class _Publisher:
         self._bucket, self._chain, self._cached = bucket, chain, cached
         self._place, self._encoding = Placement(chain, anchor_every), encoding
         self._dry_run, self._progress = dry_run, progress
+        self._seen: tuple[tuple[str, int, int, int], ...] | None = None
 
     def push_checkpoint(self, source: Path, step: int | None, base: Path | None) -> PushReport:
         with open_checkpoint(source) as checkpoint:
             _check_aux_names(checkpoint)
+            self._seen = fingerprint(checkpoint)
             if step is not None and self._chain.links_at(step):
                 state = state_of(checkpoint, progress=self._progress)
                 report = self._same_step(step, state, checkpoint.total_elements)
@@ -142,13 +149,27 @@ class _Publisher:
         becomes the cached tip after everything is.
         """
         due = self._place.anchor_due(report.step)
+        if not due:
+            report = replace(report, left_behind=self._left_behind(checkpoint))
         if self._dry_run:
             return _with_size(report, checkpoint) if due else report
         if not due and not keep:
+            self._check_unchanged(checkpoint, report)
             return self._put_delta(delta, report)
         with self._snapshot(checkpoint, report, keep=keep) as snapshot:
             report = self._put_delta(delta, report)
             return self._put_anchor(snapshot, report) if due else report
+
+    def _left_behind(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+        """Files beside the weights that are not as the newest anchor has them."""
+        newest = max(self._chain.anchors, default=None)
+        if newest is None or not checkpoint.is_directory:
+            return ()
+        known = {file.name: file for file in aux_files(self._chain.anchors[newest])}
+        differ = [
+            n for n, p in checkpoint.aux.items() if n not in known or not has_file(p, known[n])
+        ]
+        return tuple(sorted({*differ, *(known.keys() - checkpoint.aux.keys())}))
 
     def _finish_anchor(self, checkpoint: Checkpoint, report: PushReport) -> PushReport:
         """An anchor that a push did not live to write is written when the step is pushed again."""
@@ -287,15 +308,22 @@ class _Publisher:
         """
         with atomic_directory(self._cached) if keep else self._scratch() as directory:
             snapshot = take_snapshot(checkpoint, report.step, directory, self._progress)
-            if report.state and snapshot.state != report.state:
-                raise Malformed(
-                    "the checkpoint changed while it was pushed",
-                    file=checkpoint.path,
-                    step=report.step,
-                    expected=f"state {report.state}",
-                    found=f"state {snapshot.state}",
-                )
+            self._check_unchanged(checkpoint, report, snapshot.state)
             yield snapshot
+
+    def _check_unchanged(
+        self, checkpoint: Checkpoint, report: PushReport, state: str | None = None
+    ) -> None:
+        """Raise Malformed if somebody wrote to the source; ``state``: what a copy of it has."""
+        differs = bool(report.state and state) and state != report.state
+        written_to = self._seen is not None and fingerprint(checkpoint) != self._seen
+        if differs or written_to:
+            raise Malformed(
+                "the checkpoint changed while it was pushed; nothing was published",
+                file=checkpoint.path,
+                step=report.step,
+                hint="push it once it is written, from a place that nobody writes to",
+            )
 
     def _put_delta(self, delta: Path, report: PushReport) -> PushReport:
         written = self._put(delta_name(report.step), delta, report.step, report.state)

@@ -78,6 +78,7 @@ def pull(
     anchor is the shorter way. Nothing is visible before it is proven. Raises NotFound, Malformed,
     and Conflict where ``dest`` holds something that is not of this chain.
     """
+    _check_apart(bucket, dest)
     chain = read_chain(bucket)
     return materialize(bucket, chain, dest, step=step, progress=progress)
 
@@ -121,6 +122,17 @@ def materialize(
         proven=expected is not None,
         newer=newer,
     )
+
+
+def _check_apart(bucket: Bucket, dest: Path) -> None:
+    """Raise UsageError where bucket and destination lie in each other."""
+    inside, place = bucket.path("anchors"), dest.resolve()
+    if inside is None:
+        return
+    root = inside.parent.resolve()
+    if place.is_relative_to(root) or root.is_relative_to(place):
+        what = "the destination and the bucket lie in each other"
+        raise UsageError(what, file=dest, found=bucket.url, hint="name a directory beside it")
 
 
 def wanted_step(chain: Chain, step: int | None) -> int:
