@@ -30,6 +30,6 @@ def test_speed_is_measured_beside_its_peers(pair: tuple[Path, Path]) -> None:
 
 
 def test_memory_is_within_its_limits_and_does_not_grow(tmp_path: Path) -> None:
-    rows = memory_rows(0.1, tmp_path)
+    rows = memory_rows(0.2, tmp_path)  # tensors larger than a block
     assert len(rows) == 12
     assert all(row.reached for row in rows), rows

@@ -43,7 +43,7 @@ from deltactl.core.parallel import Meter, hash_threads, map_largest_first
 from deltactl.core.progress import Progress, silent
 from deltactl.core.safetensors_io import DTYPE_BITS, make_header
 
-_CHUNK = 1 << 20  # bytes of each checkpoint looked at together: both fit a core's share of cache
+_CHUNK = 1 << 22  # bytes of each looked at together: less costs more calls, more leaves the cache
 
 
 @dataclass(frozen=True, slots=True)

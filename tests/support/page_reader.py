@@ -13,7 +13,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
-BLOCK = 1 << 21
+BLOCK = 1 << 23
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8,
     "F8_E5M2": 8, "F8_E4M3": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8,

@@ -16,7 +16,7 @@ from typing import Protocol
 from deltactl.core.bits import Bits, Bytes, Positions
 from deltactl.core.files import Segment, Spool
 
-BLOCK = 1 << 21
+BLOCK = 1 << 23
 """Elements a block. Large enough that a block's own tables cost less than a hundredth, small enough
 to bound memory and to spread one tensor over many cores."""
 
