@@ -7,19 +7,27 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import UsageError
 from deltactl.core.store import Bucket
 
+_LOCAL_JOBS = 16  # on a network file system it is latency that is waited for
 
-def open_bucket(url: str) -> Bucket:
-    """The bucket at ``url``; it need not exist yet. Raises UsageError for an unknown scheme."""
+
+def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = None) -> Bucket:
+    """The bucket at ``url``; it need not exist yet.
+
+    ``jobs``: requests to make at once, by default what suits the store. ``limit_rate``: bytes a
+    second, of all transfers together. Raises UsageError for an unknown scheme.
+    """
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url:
         raise UsageError("the bucket has no name")
+    throttle = None if limit_rate is None else Throttle(limit_rate)
     if scheme is None:
-        return LocalBucket(Path(url))
+        return LocalBucket(Path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "file":
-        return LocalBucket(_local_path(url))
+        return LocalBucket(_local_path(url), jobs or _LOCAL_JOBS, throttle)
     raise UsageError(
         "unknown kind of bucket",
         file=url,

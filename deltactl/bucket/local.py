@@ -8,7 +8,9 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import IO
 
+from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import NotAllowed, NotFound, Transient, UsageError
 from deltactl.core.files import copy_file, rename_new, sync_directory, temporary_file
 from deltactl.core.store import Object
@@ -20,12 +22,24 @@ _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 class LocalBucket:
     """Implements core.store.Bucket. Creation is atomic: of two that put one name, one gets True."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root.absolute()
+    def __init__(self, root: Path, jobs: int = 16, throttle: Throttle | None = None) -> None:
+        self._root, self._jobs, self._throttle = root.absolute(), jobs, throttle
 
     @property
     def url(self) -> str:
         return str(self._root.resolve())
+
+    @property
+    def atomic_create(self) -> bool:
+        return True
+
+    @property
+    def jobs(self) -> int:
+        return self._jobs
+
+    @property
+    def part_bytes(self) -> int | None:
+        return None
 
     def list(self) -> Iterator[Object]:
         if not self._root.is_dir():
@@ -52,7 +66,10 @@ class LocalBucket:
         place = self._place(name)
         with _errors(place), open(place, "rb") as file:
             file.seek(start)
-            return file.read(stop - start)
+            data = file.read(stop - start)
+        if self._throttle is not None:
+            self._throttle.take(len(data))
+        return data
 
     def fetch(self, name: str, target: Path) -> None:
         place = self._place(name)
@@ -61,7 +78,10 @@ class LocalBucket:
             if place.is_dir():
                 raise IsADirectoryError
         with open(target, "xb") as file:
-            copy_file(place, file)
+            self._copy(place, file)
+
+    def _copy(self, source: Path, target: IO[bytes]) -> None:
+        copy_file(source, target, self._throttle.take if self._throttle else None)
 
     def path(self, name: str) -> Path | None:
         return self._place(name)
@@ -70,7 +90,7 @@ class LocalBucket:
         target = self._place(name)
         try:
             with temporary_file(target) as (file, temporary):
-                copy_file(source, file)
+                self._copy(source, file)
                 file.flush()
                 os.fsync(file.fileno())
                 created = _link(temporary, target)

@@ -18,7 +18,6 @@ from deltactl.core.store import Bucket, Object
 
 _NAME = re.compile(r"(?P<kind>delta|anchor)s/step_(?P<step>\d{6,18})(?:\.safetensors|/.+)")
 _HEAD = 1 << 16  # bytes that are asked for first: most headers fit
-_READERS = 16  # headers fetched at once; a store's latency, not this machine, is what is waited for
 
 
 def delta_name(step: int) -> str:
@@ -228,7 +227,7 @@ def read_chain(bucket: Bucket) -> Chain:
     What is wrong with single links is in ``problems``; they are left out of ``links``.
     """
     candidates = _candidates(bucket.list())
-    with ThreadPoolExecutor(_READERS) as pool:
+    with ThreadPoolExecutor(bucket.jobs) as pool:
         read = list(pool.map(lambda c: _read_link(bucket, *c), candidates))
     links: list[Link] = []
     problems: list[DeltactlError] = []

@@ -86,7 +86,12 @@ class NotAllowed(DeltactlError):
 
 
 class Transient(DeltactlError):
-    """Network or a busy server; trying again may help (exit 5)."""
+    """Network or a busy server; trying again may help (exit 5).
+
+    ``retry_after``: seconds that the server asked to be left alone for, if it did.
+    """
+
+    retry_after: float | None = None
 
 
 class NotFound(DeltactlError):

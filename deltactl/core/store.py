@@ -18,17 +18,39 @@ class Object:
 
 
 class Bucket(Protocol):
-    """A prefix that holds one chain.
+    """A prefix that holds one chain. All methods may be called from many threads at once.
 
     Guarantees every implementation gives: an object is visible whole or not at all; what ``put``
-    returned True for is durable and is listed and read by everybody from then on; no object is ever
-    overwritten. Errors are those of core.errors: NotFound (no such bucket or object), NotAllowed,
-    Transient; a full disk is an OSError.
+    returned True for is durable and is listed and read by everybody from then on; no object is
+    overwritten on purpose (see ``atomic_create``). Errors are those of core.errors: NotFound (no
+    such bucket or object), NotAllowed (credentials, permission), Transient (worth another try),
+    Malformed (the store said something that cannot be); a full disk is an OSError. No secret is
+    ever part of an error or of ``url``.
     """
 
     @property
     def url(self) -> str:
         """The one spelling of the bucket's address, without secrets."""
+        ...
+
+    @property
+    def atomic_create(self) -> bool:
+        """Whether of two that put one name at once exactly one gets True.
+
+        Where not, ``put`` looks, writes and looks again: two at once may both be told True, and
+        one of them is overwritten. Such a store is safe with a single publisher alone.
+        """
+        ...
+
+    @property
+    def jobs(self) -> int:
+        """How many requests to make at once."""
+        ...
+
+    @property
+    def part_bytes(self) -> int | None:
+        """The size of the ranges in which a large object is best ``read``, several at once; None
+        where ``fetch`` alone is the way (the store's client splits for itself)."""
         ...
 
     def list(self) -> Iterable[Object]:
@@ -40,7 +62,8 @@ class Bucket(Protocol):
         ...
 
     def fetch(self, name: str, target: Path) -> None:
-        """Copy an object to a file that does not exist yet. The caller checks its digest."""
+        """Copy an object to a file that does not exist yet; none is left where that fails. The
+        caller checks its digest."""
         ...
 
     def path(self, name: str) -> Path | None:
