@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.bucket.retrying import RetryingBucket
 from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import UsageError
 from deltactl.core.store import Bucket
@@ -34,6 +35,11 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
         expected="a directory, or file://",
         found=f"{scheme[1]}://",
     )
+
+
+def _remote(bucket: Bucket) -> Bucket:
+    """A bucket behind a network, as every such scheme of ``open_bucket`` gives it."""
+    return RetryingBucket(bucket)
 
 
 def _local_path(url: str) -> Path:
