@@ -10,7 +10,7 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.bucket.retrying import RetryingBucket
 from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import UsageError
-from deltactl.core.store import Bucket
+from deltactl.core.store import Bucket, refuse_secret
 
 _LOCAL_JOBS = 16  # on a network file system it is latency that is waited for
 
@@ -19,8 +19,10 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
     """The bucket at ``url``; it need not exist yet.
 
     ``jobs``: requests to make at once, by default what suits the store. ``limit_rate``: bytes a
-    second, of all transfers together. Raises UsageError for an unknown scheme.
+    second, of all transfers together. Raises UsageError for an unknown scheme, and for a password
+    in the address.
     """
+    refuse_secret(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url:
         raise UsageError("the bucket has no name")

@@ -26,6 +26,7 @@ from deltactl.cli.show import show
 from deltactl.cli.stats import stats
 from deltactl.cli.verify import verify
 from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.core.store import refuse_secret
 
 NAME = "deltactl"
 
@@ -48,6 +49,7 @@ class Root(TyperGroup):
             _prepare_completion()
         out = Output()
         try:
+            _refuse_secrets(out, args)
             code = super().main(
                 args, prog_name=NAME, complete_var=VARIABLE, standalone_mode=False, obj=out, **extra
             )
@@ -143,6 +145,16 @@ def _prepare_completion() -> None:
     # Typer would import rich to take markup out of help texts; ours has none.
     _completion_classes._sanitize_help_text = lambda text: text
     _completion_classes.completion_init()
+
+
+def _refuse_secrets(out: Output, args: Sequence[str]) -> None:
+    """Refuse passwords before anything looks at the words, and might repeat them."""
+    try:
+        for word in args:
+            refuse_secret(word)
+    except UsageError:
+        out.configure(json="--json" in args, quiet=False)
+        raise
 
 
 def _failed(out: Output, error: DeltactlError | OSError | MemoryError, verb: str) -> int:

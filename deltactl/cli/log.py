@@ -10,7 +10,7 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.exits import UNSOUND
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, Json, Quiet, output
+from deltactl.cli.options import Bucket, Jobs, Json, Quiet, output
 from deltactl.core.errors import NotFound
 
 if TYPE_CHECKING:
@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     exit_3="an object that should be a link is none",
     examples=["deltactl log /mnt/chain", "deltactl log /mnt/chain --json | jq .tip"],
 )
-def log(ctx: typer.Context, bucket: Bucket, json: Json = False, quiet: Quiet = False) -> None:
+def log(
+    ctx: typer.Context,
+    bucket: Bucket,
+    jobs: Jobs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """List the links of a chain, oldest first.
 
     Only headers are read; deltactl verify tells whether the links hold together. An anchor's step
@@ -41,7 +47,7 @@ def log(ctx: typer.Context, bucket: Bucket, json: Json = False, quiet: Quiet = F
     from deltactl.bucket import open_bucket
     from deltactl.core.chain import read_chain
 
-    chain = read_chain(open_bucket(bucket))
+    chain = read_chain(open_bucket(bucket, jobs=jobs))
     if not chain.links and not chain.problems:
         raise NotFound(
             "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {bucket}"

@@ -10,7 +10,7 @@ import typer
 
 from deltactl.cli import text
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, Json, Quiet, output
+from deltactl.cli.options import Bucket, Jobs, Json, LimitRate, Quiet, output
 
 if TYPE_CHECKING:
     from deltactl.core.pull import PullReport
@@ -45,6 +45,8 @@ def pull(
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="The step; by default the tip.")
     ] = None,
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -59,7 +61,12 @@ def pull(
     from deltactl.core.pull import pull as rebuild
 
     with screen.progress() as progress:
-        report = rebuild(open_bucket(bucket), dest, step=step, progress=progress)
+        report = rebuild(
+            open_bucket(bucket, jobs=jobs, limit_rate=limit_rate),
+            dest,
+            step=step,
+            progress=progress,
+        )
     if report.newer:
         steps = ", ".join(map(str, report.newer))
         screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {bucket}")

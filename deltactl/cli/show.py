@@ -11,7 +11,7 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.diff import record_document
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, bucket_and_step, delta_file, is_delta, output
+from deltactl.cli.options import Jobs, Json, Quiet, bucket_and_step, delta_file, is_delta, output
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def show(
             metavar="DELTA|BUCKET@STEP", help="A delta file (- is stdin), or a step of a chain."
         ),
     ],
+    jobs: Jobs = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,7 +48,7 @@ def show(
     Payloads are not read; deltactl verify does that.
     """
     screen = output(ctx, json=json, quiet=quiet)
-    links = _delta(Path(target)) if is_delta(target) else _links(target)
+    links = _delta(Path(target)) if is_delta(target) else _links(target, jobs)
     screen.result({"links": links}, lambda: _lines(links))
 
 
@@ -59,7 +60,7 @@ def _delta(path: Path) -> list[dict[str, Any]]:
     return [_of_delta(header, str(path), header.nbytes, header.step)]
 
 
-def _links(target: str) -> list[dict[str, Any]]:
+def _links(target: str, jobs: int | None) -> list[dict[str, Any]]:
     named = bucket_and_step(target)
     if named is None:
         what = "neither a delta file nor a step of a chain"
@@ -69,7 +70,7 @@ def _links(target: str) -> list[dict[str, Any]]:
     from deltactl.core.chain import read_chain
 
     bucket, step = named
-    chain = read_chain(open_bucket(bucket))
+    chain = read_chain(open_bucket(bucket, jobs=jobs))
     if not chain.links_at(step):
         chain.path(step)  # raises, with what is there instead
     return [

@@ -11,7 +11,7 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.exits import UNSOUND
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, delta_file, is_delta, output
+from deltactl.cli.options import Jobs, Json, LimitRate, Quiet, delta_file, is_delta, output
 from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def verify(
             "--accept-unproven", help="Accept links without digests, such as those that TRL wrote."
         ),
     ] = False,
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -94,7 +96,11 @@ def verify(
             from deltactl.core.verify import verify_bucket
 
             report = verify_bucket(
-                open_bucket(target), level=level, step=step, against=against, progress=progress
+                open_bucket(target, jobs=jobs, limit_rate=limit_rate),
+                level=level,
+                step=step,
+                against=against,
+                progress=progress,
             )
     document = {
         "ok": report.ok,

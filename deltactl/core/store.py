@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from deltactl.core.errors import UsageError
+
+_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@]*:.*@", re.DOTALL)
+_PORT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@:]*:\d*/[^@]*@\d+")
+
+
+def refuse_secret(word: str) -> None:
+    """Raise UsageError, which does not repeat it, for a URL that has a password in it.
+
+    Whoever lists this machine's processes, and every log, would see it. A port, and a step after
+    the last ``@``, are none.
+    """
+    if _SECRET.search(word) and not _PORT.fullmatch(word):
+        raise UsageError(
+            "an address with a password in it is not taken",
+            expected="scheme://bucket, without credentials",
+            hint="give credentials in the environment or in the store's own configuration",
+        )
 
 
 @dataclass(frozen=True, slots=True)
