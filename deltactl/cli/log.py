@@ -25,6 +25,8 @@ if TYPE_CHECKING:
         "base_state, result_state, encoding, dialect, name; null for what is not known",
         "problems": "objects that look like links and are none: step, file, tensor, what, "
         "expected, found",
+        "bytes_read": "how much of the bucket was read",
+        "requests": "in how many requests, the listing counted as one",
     },
     exits=[3, 4, 5, 10],
     exit_3="an object that should be a link is none",
@@ -57,6 +59,8 @@ def log(
         "tip": chain.tip,
         "links": [_document(link) for link in chain.links],
         "problems": [problem.facts() for problem in chain.problems],
+        "bytes_read": chain.bytes_read,
+        "requests": chain.requests,
     }
     screen.result(document, lambda: _lines(chain))
     if chain.problems:
@@ -98,3 +102,4 @@ def _lines(chain: Chain) -> Iterable[str]:
     total = text.size(sum(link.bytes for link in chain.links))
     tip = "no step can be rebuilt" if chain.tip is None else f"tip: step {chain.tip}"
     yield f"{text.plural(len(rows), 'link')}, {total}; {tip}"
+    yield text.read(chain.bytes_read, chain.requests)

@@ -53,6 +53,11 @@ class DeltaHeader:
     _keys: dict[str, dict[str, str]] = field(repr=False)
 
     @property
+    def payload_start(self) -> int:
+        """Where the header ends: its bytes, and the payload's offset."""
+        return self.nbytes - sum(record.nbytes for record in self.records.values())
+
+    @property
     def changed_elements(self) -> int:
         """Elements whose bits change, those of added tensors included."""
         return sum(record.changed for record in self.records.values())

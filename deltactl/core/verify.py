@@ -37,12 +37,13 @@ Row = dict[str, Any]
 class VerifyReport:
     """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what
     nothing is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from
-    ``data`` on."""
+    ``data`` on; ``requests``: to the bucket, its listing counted as one."""
 
     level: str
     links: int = 0
     steps: int = 0
     bytes_read: int = 0
+    requests: int = 0
     errors: list[Row] = field(default_factory=list)
     unproven: list[Row] = field(default_factory=list)
 
@@ -117,7 +118,7 @@ def verify_bucket(
     chain = read_chain(bucket)
     report = VerifyReport(level, links=len(chain.links) + len(chain.problems))
     report.steps = len(chain.steps)
-    report.bytes_read = chain.bytes_read
+    report.bytes_read, report.requests = chain.bytes_read, chain.requests
     tables: dict[int, Table] = {}
     broken = _verify_links(chain, tables, report)
     if level != "links":
