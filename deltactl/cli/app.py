@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn, get_args
 
@@ -196,4 +198,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code and threading.active_count() > 1:
+            _leave(end.code)
+        raise
+
+
+def _leave(code: Any) -> NoReturn:
+    """End while requests still hang, which an orderly end might wait for, or trip over."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else exits.FAILED)

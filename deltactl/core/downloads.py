@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,18 +66,25 @@ def _hold(place: Path) -> int | None:
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             place.mkdir(mode=0o700, exist_ok=True)
+            if not _is_ours(place):
+                return None
             fd = os.open(place / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:  # its holder removed it in this moment
             continue
         except (FileExistsError, NotADirectoryError, PermissionError):
             return None
-        status = place.lstat()
-        if status.st_uid == os.geteuid() and lock_now(fd, place / _LOCK):
+        if lock_now(fd, place / _LOCK):
             return fd
         os.close(fd)
         if (place / _LOCK).exists():
             return None
     return None
+
+
+def _is_ours(place: Path) -> bool:
+    """Whether nobody else can exchange what lies there after it was checked."""
+    status = place.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def discard_others(place: Path, ids: set[str]) -> None:

@@ -22,6 +22,7 @@ from deltactl.core import files
 from deltactl.core.apply import apply_delta
 from deltactl.core.publish import push
 from deltactl.core.pull import pull
+from tests.support.remote import RemoteBucket
 
 KILLED = 77
 _CALLS = (
@@ -56,6 +57,11 @@ def _pull(place: Path) -> None:
     pull(LocalBucket(place.parent / "bucket"), place / "model")
 
 
+def _pull_remote(place: Path) -> None:
+    bucket = RemoteBucket(place.parent / "bucket", part_bytes=700, jobs=2)
+    pull(bucket, place / "model")
+
+
 def _push(place: Path) -> None:
     os.environ["DELTACTL_CACHE"] = str(place / "cache")
     push(place.parent / "source", LocalBucket(place / "bucket"), step=2, anchor_every=2)
@@ -65,6 +71,7 @@ VERBS: dict[str, Callable[[Path], None]] = {
     "apply": _apply,
     "apply file": _apply_file,
     "pull": _pull,
+    "pull remote": _pull_remote,
     "push": _push,
 }
 
