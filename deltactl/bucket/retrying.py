@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from deltactl.core.errors import NotFound, Transient
-from deltactl.core.store import Bucket, Object
+from deltactl.core.errors import Transient
+from deltactl.core.store import Bucket, Object, holds_bytes
 
 R = TypeVar("R")
 
@@ -17,7 +17,6 @@ _TRIES = 5
 _PATIENCE = 60.0  # seconds, waits and tries together
 _FIRST_WAIT = 1.0  # seconds at most; doubled from try to try
 _LONGEST_WAIT = 20.0
-_PIECE = 1 << 22
 
 
 class RetryingBucket:
@@ -91,23 +90,7 @@ class RetryingBucket:
                 failed = True
                 raise
 
-        return self._again(once) or (failed and self._same(name, source))
-
-    def _same(self, name: str, source: Path) -> bool:
-        """Whether an object has the bytes of a file, read to the end and no further."""
-        with open(source, "rb") as file:
-            at = 0
-            while True:
-                piece = file.read(_PIECE)
-                try:
-                    found = self.read(name, at, at + max(len(piece), 1))
-                except NotFound:  # removed meanwhile
-                    return False
-                if found != piece:
-                    return False
-                if not piece:
-                    return True
-                at += len(piece)
+        return self._again(once) or (failed and holds_bytes(self, name, source))
 
     def _again(self, work: Callable[[], R]) -> R:
         deadline = self._clock() + self._patience

@@ -17,6 +17,7 @@ from deltactl import __version__
 from deltactl.cli import exits
 from deltactl.cli.apply import apply
 from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
+from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
 from deltactl.cli.diff import diff
 from deltactl.cli.log import log
@@ -93,7 +94,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for function in (diff, apply, push, pull, verify, log, show, stats, demo):
+for function in (diff, apply, push, pull, copy, verify, log, show, stats, demo):
     app.command(cls=Verb)(function)
 
 

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from deltactl.bucket.local import LocalBucket
+from deltactl.core.copy import copy_chain
 from deltactl.core.pull import pull
-from tests.support.chains import make_chain, states
+from deltactl.core.verify import verify_bucket
+from tests.support.chains import content, make_chain, states
 from tests.support.remote import RemoteBucket
 
 
@@ -70,3 +73,13 @@ def test_verify_leaves_nothing(tmp_path: Path, remote: Path, level: str) -> None
 @pytest.mark.parametrize("verb", ["log", "show"])
 def test_what_only_reads(tmp_path: Path, remote: Path, verb: str) -> None:
     interrupt(tmp_path, 1, verb, f"{remote}@2" if verb == "show" else remote)
+
+
+def test_copy_leaves_a_sound_chain(tmp_path: Path, remote: Path) -> None:
+    """One batch has been put when the next one hangs."""
+    dest = LocalBucket(tmp_path / "dest")
+    interrupt(tmp_path, 9, "copy", remote, dest.url)
+    if Path(dest.url).exists():
+        assert verify_bucket(dest).ok
+    copy_chain(LocalBucket(remote), dest)
+    assert content(remote) == content(Path(dest.url))

@@ -37,7 +37,7 @@ def test_what_is_no_rate(text: str) -> None:
         rate(text)
 
 
-@pytest.mark.parametrize("verb", ["push", "pull", "verify"])
+@pytest.mark.parametrize("verb", ["push", "pull", "copy", "verify"])
 @pytest.mark.parametrize("option", [("--limit-rate", "10X"), ("--jobs", "0"), ("--jobs", "many")])
 def test_what_makes_no_sense_is_told(verb: str, option: tuple[str, str], cli: Cli) -> None:
     words = ("b",) if verb == "verify" else ("a", "b")
@@ -46,7 +46,7 @@ def test_what_makes_no_sense_is_told(verb: str, option: tuple[str, str], cli: Cl
     assert option[0] in ran.stderr
 
 
-@pytest.mark.parametrize("verb", ["push", "pull", "verify", "log", "show"])
+@pytest.mark.parametrize("verb", ["push", "pull", "copy", "verify", "log", "show"])
 def test_they_reach_the_bucket(
     verb: str,
     cli: Cli,
@@ -66,11 +66,14 @@ def test_they_reach_the_bucket(
     words: dict[str, tuple[object, ...]] = {
         "push": (checkpoints.steps[2], bucket, "--step", 3),
         "pull": (bucket, tmp_path / "dest"),
+        "copy": (bucket, tmp_path / "copied"),
         "verify": (bucket,),
         "log": (bucket,),
         "show": (f"{bucket}@2",),
     }
-    rated = ("--limit-rate", "1G") if verb in ("push", "pull", "verify") else ()
+    rated = () if verb in ("log", "show") else ("--limit-rate", "1G")
     assert cli(verb, *words[verb], "--jobs", 3, *rated).code == 0
-    assert seen[0]["jobs"] == 3
-    assert seen[0].get("limit_rate") == (1_000_000_000 if rated else None)
+    assert len(seen) == (2 if verb == "copy" else 1)
+    for options in seen:
+        assert options["jobs"] == 3
+        assert options.get("limit_rate") == (1_000_000_000 if rated else None)
