@@ -81,7 +81,8 @@ ENVIRONMENT = {
     "DELTACTL_CACHE": "Where push keeps the tips of chains; by default deltactl below "
     "XDG_CACHE_HOME or ~/.cache.",
     "NO_COLOR": "If set and not empty, no colour, bold or dim text is printed.",
-    "TMPDIR": "Where deltas and anchors are made ready; by default the system's place for that.",
+    "TMPDIR": "Where deltas and anchors are made ready, and where verify and copy put what they "
+    "fetch; by default the system's place for that.",
 }
 """Variables that change what commands do; the manual's table."""
 

@@ -98,7 +98,7 @@ def _lines(report: CopyReport, dest: str) -> Iterable[str]:
         yield f"{dest} holds all {text.plural(report.links, 'link')} already: nothing to do"
     else:
         verb = "would copy" if report.dry_run else "copied"
-        had = f"; {text.count(report.skipped)} were there already" if report.skipped else ""
+        had = f"; {text.count(report.skipped)} there already" if report.skipped else ""
         yield f"{verb} {text.plural(report.copied, 'link')}, {text.size(report.bytes)}{had}"
     tip = "none can be rebuilt" if report.tip is None else report.tip
     steps = f"{report.first_step} to {report.last_step}"

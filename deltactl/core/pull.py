@@ -28,6 +28,7 @@ from deltactl.core.fetching import Fetched, fetched
 from deltactl.core.files import (
     atomic_directory,
     atomic_file,
+    check_exchangeable,
     copy_file,
     recover,
     temporary_directory,
@@ -108,6 +109,7 @@ def materialize(
         size = _mend(bucket, chain, dest, wanted)
         proven = chain.state_at(wanted) is not None
         return PullReport(wanted, held.state, size, 0, 0, wanted, size > 0, proven, newer)
+    check_exchangeable(dest.resolve())  # before much is fetched in vain
     anchor, deltas = _shortest(chain, held.step if held else None, wanted)
     links = [*([anchor] if anchor else []), *deltas]
     expected = chain.state_at(wanted)
@@ -127,6 +129,7 @@ def materialize(
         unchecked = None if anchor is None or anchor.name in found.checked else anchor
         state = _write(chain, base, unchecked, opened, dest, wanted, expected, aux, progress)
         more = 0 if anchor is not None else _size(aux)
+    discard_downloads(dest.resolve())
     return PullReport(
         step=wanted,
         state=state,

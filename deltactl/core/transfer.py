@@ -14,7 +14,6 @@ import secrets
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from threading import Lock
 
@@ -106,6 +105,7 @@ class _Object:
         self._checked = 0  # bytes, from the first on
         self._checking = self._over = False
         self._resumed = 0
+        self._ranges: Iterator[tuple[int, int]] = iter(())
 
     def begin(self) -> None:
         with self._faults():
@@ -176,11 +176,13 @@ class _Object:
             gaps = self._look()
         self._run.tally.add(resumed=self._resumed)
         self._run.meter.add(self._resumed)
-        self._run.crew.add(
-            partial(self._part, start, min(start + part_bytes, stop))
+        self._ranges = (
+            (start, min(start + part_bytes, stop))
             for begin, stop in gaps
             for start in range(begin, stop, part_bytes)
         )
+        parts = sum(-(-(stop - start) // part_bytes) for start, stop in gaps)
+        self._run.crew.add([self._fetch_ranges] * min(parts, self._run.bucket.jobs))
         self._check()
 
     def _look(self) -> list[tuple[int, int]]:
@@ -200,15 +202,24 @@ class _Object:
         self._resumed = sum(stop - start for start, stop in self._there.items())
         return gaps
 
-    def _part(self, start: int, stop: int) -> None:
+    def _fetch_ranges(self) -> None:
+        """Fetch one range after the other, as others do at the same time."""
         with self._faults():
-            while start < stop and not self._over:
-                data = self._run.bucket.read(self._wanted.name, start, stop)
-                self._run.tally.add(fetched=len(data), requests=1)
-                if not 0 < len(data) <= stop - start:
-                    raise self._wrong_size(start + len(data))
-                self._arrived(start, data)
-                start += len(data)
+            while not self._over:
+                with self._lock:
+                    start, stop = next(self._ranges, (0, 0))
+                if start == stop:
+                    return
+                self._fetch_range(start, stop)
+
+    def _fetch_range(self, start: int, stop: int) -> None:
+        while start < stop and not self._over:
+            data = self._run.bucket.read(self._wanted.name, start, stop)
+            self._run.tally.add(fetched=len(data), requests=1)
+            if not 0 < len(data) <= stop - start:
+                raise self._wrong_size(start + len(data))
+            self._arrived(start, data)
+            start += len(data)
 
     def _arrived(self, start: int, data: bytes) -> None:
         with self._lock:

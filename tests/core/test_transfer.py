@@ -18,8 +18,12 @@ from deltactl.core import transfer as transfer_module
 from deltactl.core.chain import anchor_directory, anchor_file_name, delta_name, read_chain
 from deltactl.core.delta import Delta
 from deltactl.core.downloads import download_place, kept_downloads
-from deltactl.core.errors import Malformed, NotAllowed, NotFound, Transient
+from deltactl.core.errors import Malformed, NotAllowed, NotFound, Transient, UsageError
+from deltactl.core.parallel import Meter
+from deltactl.core.progress import silent
 from deltactl.core.pull import PullReport, pull
+from deltactl.core.stream_check import Unchecked
+from deltactl.core.transfer import Wanted
 from deltactl.core.verify import verify_bucket
 from tests.support.chains import Tensors, content, holds, make_chain, states, write
 from tests.support.checkpoints import changed, flip_bit, random_tensor, read_tensors
@@ -614,3 +618,26 @@ def test_an_empty_aux_file(tmp_path: Path, dest: Path) -> None:
     (dest / "also_empty.txt").unlink()
     assert pull(RemoteBucket(tmp_path / "bucket", PART), dest).step == 1
     assert (dest / "also_empty.txt").exists()
+
+
+def test_a_huge_object_is_not_planned_in_advance(tmp_path: Path) -> None:
+    """A store that lies about a size is found out by the first read past the end."""
+    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket/a").write_bytes(b"x" * 5000)
+    bucket, place = RemoteBucket(tmp_path / "bucket", PART), tmp_path / "place"
+    wanted = Wanted("a", 1 << 60, place / "a", place / "a.partial", Unchecked)
+    with pytest.raises(Malformed, match="size"):
+        transfer_module.transfer(bucket, [wanted], Meter(silent, "", 0), transfer_module.Tally())
+    assert len(bucket.reads) < 20
+
+
+def test_a_destination_that_cannot_be_exchanged_is_told_before_anything_is_fetched(
+    parts: RemoteBucket, dest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dest.mkdir()
+    monkeypatch.chdir(dest)
+    chain = read_chain(parts)
+    parts.forget()
+    with pytest.raises(UsageError, match="working directory"):
+        pull_module.materialize(parts, chain, dest)
+    assert (parts.reads, parts.fetches) == ([], [])
