@@ -10,7 +10,6 @@ from pathlib import Path
 from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
 from deltactl.core.chain import anchor_directory, anchor_file_name
 from deltactl.core.checkpoint import Checkpoint
-from deltactl.core.crew import map_requests
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, NotFound
 from deltactl.core.parallel import Meter
@@ -80,14 +79,10 @@ def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[st
     _check_strangers(bucket, snapshot)
     sizes = {name: path.stat().st_size for name, path in snapshot.files.items()}
     meter = Meter(progress, "pushing", sum(sizes.values()))
-
-    def put(name: str) -> None:
-        path = snapshot.files[name]
+    for name, path in snapshot.files.items():  # in turn: of two at once one loses, and stops there
         if not bucket.put(name, path) and not holds_bytes(bucket, name, path):
             raise _other_content(bucket, name, snapshot.step)
         meter.add(sizes[name])
-
-    map_requests(put, list(sizes), bucket.jobs)
     return sizes
 
 
