@@ -220,9 +220,9 @@ def _sides_by_sums(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
     total = 0
     for start in range(0, bits.size, BLOCK):
         block = bits[start : start + BLOCK]
-        positions = decoder.positions(start // BLOCK, block.size)
+        positions = decoder.block(start // BLOCK, block).positions
         if positions.size:
-            total += touch_sum(positions + start, block.take(positions))
+            total += touch_sum(positions, block.take(positions), start)
     total %= 1 << 64
     sides: set[Side] = set()
     if total == record.old_sum:

@@ -211,8 +211,8 @@ def _write_tensors(
     def write(place: tuple[int, int, Stack]) -> TensorState:
         fd, at, stack = place
         digest = hasher(hash_threads(stack.nbytes, sizes))
-        for offset, block in stack.blocks():
-            data = block.view(np.uint8).data
+        for offset, chunk in stack.chunks():
+            data = chunk.view(np.uint8).data
             digest.update(data)
             _write_at(fd, data, at + offset)
             meter.add(data.nbytes)

@@ -12,11 +12,20 @@ those; the stream of their lengths less two. Streams: core.encoding.integers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.core.bits import Bits, Positions, Steps, element_bytes, steps_between, take_steps
+from deltactl.core import native
+from deltactl.core.bits import (
+    Bits,
+    Positions,
+    SplitSteps,
+    element_bytes,
+    split_steps,
+    take_split_steps,
+)
 from deltactl.core.encoding import integers
 from deltactl.core.encoding.base import (
     EncodedBlock,
@@ -24,6 +33,7 @@ from deltactl.core.encoding.base import (
     StoredPart,
     Target,
     block_count,
+    span,
 )
 from deltactl.core.errors import Malformed
 from deltactl.core.files import Spool
@@ -36,9 +46,11 @@ class Ulp:
     suffixes: tuple[str, ...] = (".ulp",)
     dense_if_smaller = True
 
-    def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
-        steps = steps_between(old, new, dtype)
-        return (integers.encode(_gaps(positions)) + _encode_steps(steps),)
+    def encode(
+        self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str
+    ) -> tuple[bytes, ...]:
+        gaps = integers.encode(gaps_of(positions))
+        return (gaps + _encode_steps(*split_steps(before, after, dtype)),)
 
     def parts(
         self, target: Target, blocks: Sequence[EncodedBlock], spool: Spool
@@ -61,8 +73,10 @@ class Ulp:
         return UlpDecoder(target, parts[".ulp"])
 
 
-def _gaps(positions: Positions) -> npt.NDArray[np.uint32]:
+def gaps_of(positions: Positions) -> npt.NDArray[np.uint32]:
     """Rising positions, shape (n,), below 2^31, as gaps to the one before; the first to -1."""
+    if native.KERNEL is not None:
+        return native.KERNEL.gaps(positions)
     at = positions.astype(np.int32)
     gaps = np.empty(at.size, np.int32)
     if at.size:
@@ -72,32 +86,28 @@ def _gaps(positions: Positions) -> npt.NDArray[np.uint32]:
     return gaps.view(np.uint32)
 
 
-def _encode_steps(steps: Steps) -> bytes:
-    down = steps < 0
-    beyond = np.abs(steps).view(f"<u{steps.itemsize}")  # as unsigned, right for the lowest step too
-    beyond -= beyond.dtype.type(1)
-    longer = np.flatnonzero(beyond != 0)
+def _encode_steps(steps: SplitSteps, count: int) -> bytes:
+    longer = np.flatnonzero(steps.beyond)
+    lengths = steps.beyond.take(longer)
     return b"".join(
         [
-            np.packbits(down, bitorder="little").tobytes(),
-            longer.size.to_bytes(4, "little"),
-            integers.encode(_gaps(longer)),
-            integers.encode(beyond.take(longer) - beyond.dtype.type(1)),
+            steps.down.tobytes(),
+            count.to_bytes(4, "little"),
+            integers.encode(gaps_of(longer)),
+            integers.encode(lengths - lengths.dtype.type(1)),
         ]
     )
 
 
-def _decode_steps(reader: integers.Reader, count: int, width: int) -> Steps:
-    signs = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
-    down = np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
+def _decode_steps(reader: integers.Reader, count: int, width: int) -> SplitSteps:
+    down = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
     beyond = np.zeros(count, f"<u{width}")
     longer = _decode_positions(reader, reader.number(), count)
     lengths = integers.decode(reader, longer.size)
     if lengths.size and int(lengths.max()) >= (1 << (8 * width - 1)) - 1:
         raise integers.Undecodable(f"a step is longer than elements of {width} bytes allow")
     beyond[longer] = lengths + np.uint64(1)
-    steps = beyond.view(f"<i{width}")
-    return np.where(down, ~steps, steps + steps.dtype.type(1))
+    return SplitSteps(down, beyond)
 
 
 def _decode_positions(reader: integers.Reader, count: int, length: int) -> Positions:
@@ -115,6 +125,8 @@ def _decode_positions(reader: integers.Reader, count: int, length: int) -> Posit
 
 class UlpDecoder:
     """Reads the directory, checks that it fills the part, and decodes a block's bytes on demand."""
+
+    needs_base = False
 
     def __init__(self, target: Target, part: StoredPart) -> None:
         self._target, self._data = target, part.data
@@ -151,23 +163,31 @@ class UlpDecoder:
     def numbers(self) -> Sequence[int]:
         return np.flatnonzero(self._directory[:, 0]).tolist()
 
-    def positions(self, number: int, length: int) -> Positions:
-        return self._open(number, length)[1]
-
-    def steps(self, number: int, length: int) -> tuple[Positions, Steps]:
-        """A block's positions and steps; ``length``: its elements. Raises Malformed."""
-        reader, positions = self._open(number, length)
-        width = element_bytes(self._target.dtype)
+    def block(self, number: int, base: Bits) -> SteppedBits:
+        reader, positions = self._open(number, base.size)
+        dtype = self._target.dtype
+        width = element_bytes(dtype)
         if not positions.size:
-            return positions, np.empty(0, f"<i{width}")
+            none = SplitSteps(np.empty(0, np.uint8), np.empty(0, f"<u{width}"))
+            return SteppedBits(positions, none, dtype)
         try:
             steps = _decode_steps(reader, positions.size, width)
             if reader.at != len(reader.data):
                 raise integers.Undecodable("bytes are left over")
         except integers.Undecodable as error:
             raise self._undecodable(number, error) from None
-        return positions, steps
+        return SteppedBits(positions, steps, dtype)
 
-    def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
-        positions, steps = self.steps(number, base.size)
-        return positions, take_steps(base[positions], steps, self._target.dtype)
+
+@dataclass(frozen=True, slots=True)
+class SteppedBits:
+    """Changes that say how far the bits go from where they are, in units in the last place."""
+
+    positions: Positions
+    steps: SplitSteps
+    dtype: str
+
+    def put(self, elements: Bits, start: int) -> None:
+        """See BlockChanges."""
+        within = span(self.positions, start, elements.size)
+        take_split_steps(elements, start, self.positions, self.steps, within, self.dtype)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from deltactl.core.bits import SIGN_MAGNITUDE
 from deltactl.core.delta import Delta
 from deltactl.core.encoding import ENCODINGS
 from deltactl.core.encoding.base import BLOCK
-from deltactl.core.encoding.ulp import UlpDecoder
+from deltactl.core.encoding.ulp import SteppedBits
 from deltactl.core.header import Record
 from deltactl.core.parallel import Meter, map_largest_first
 from deltactl.core.progress import Progress, silent
@@ -94,13 +96,10 @@ def _measure_sparse(delta: Delta, record: Record, row: TensorStats) -> Measured:
     for number in decoder.numbers():
         start = number * BLOCK
         length = min(BLOCK, limit - start)
-        if isinstance(decoder, UlpDecoder):
-            positions, found = decoder.steps(number, length)
-            if dtype in SIGN_MAGNITUDE:
-                steps.add(found)
-        else:
-            positions = decoder.positions(number, length)
-        gaps.add(positions, start)
+        changes = decoder.block(number, np.empty(length, np.uint8))
+        if isinstance(changes, SteppedBits) and dtype in SIGN_MAGNITUDE:
+            steps.add(changes.steps.joined())
+        gaps.add(changes.positions, start)
     sizes: dict[str, int | None] = dict.fromkeys(ENCODINGS)
     for name in ABSOLUTE:
         sizes[name] = gaps.size(name, dtype, count)
