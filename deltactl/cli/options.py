@@ -14,7 +14,7 @@ import typer
 
 from deltactl.cli.output import Output
 
-EncodingName = Literal["raw", "gap_delta", "ulp"]
+EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx"]
 STDIO = Path("-")
 
 Bucket = Annotated[

@@ -16,7 +16,7 @@ from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.errors import Malformed
-from deltactl.core.files import atomic_file, copy_file
+from deltactl.core.files import atomic_file, copy_file, start_writing
 from deltactl.core.header import PLACEHOLDER, is_ours, seal, utf8
 from deltactl.core.parallel import Meter, hash_threads, map_largest_first
 from deltactl.core.progress import Progress, silent
@@ -227,9 +227,11 @@ def _in_order(states: Iterable[TensorState]) -> tuple[TensorState, ...]:
 
 
 def _write_at(fd: int, data: memoryview, at: int) -> None:
+    start, size = at, data.nbytes
     while data.nbytes:
         count = os.pwrite(fd, data, at)
         data, at = data[count:], at + count
+    start_writing(fd, start, size)
 
 
 def check_tensors(written: Written, deltas: Sequence[Delta]) -> None:

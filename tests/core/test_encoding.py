@@ -200,16 +200,16 @@ def test_integers_come_back(kind: str, data: st.DataObject) -> None:
 
 
 def test_names() -> None:
-    assert set(ENCODINGS) == {"raw", "gap_delta", "ulp"}
+    assert set(ENCODINGS) == {"raw", "gap_delta", "ulp", "ulp_ctx"}
     assert all(encoding_named(name).name == name for name in ENCODINGS)
     assert DEFAULT == "ulp"
 
 
 def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(UsageError):
-        encoding_named("ulp_ctx")
+        encoding_named("ulp_next")
     with pytest.raises(Unsupported):
-        encoding_named("ulp_ctx", "file")
+        encoding_named("ulp_next", "file")
 
 
 @pytest.mark.parametrize(

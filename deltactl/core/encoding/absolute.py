@@ -42,6 +42,7 @@ class _Absolute:
 
     suffixes: tuple[str, ...] = (".idx", ".val")
     dense_if_smaller = False
+    needs_base = False
 
     def encode(
         self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str

@@ -115,6 +115,9 @@ class Encoding(Protocol):
     dense_if_smaller: bool
     """Whether a tensor is carried whole where that takes no more bytes."""
 
+    needs_base: bool
+    """Whether even the positions of the changes are only known with the base at hand."""
+
     def encode(
         self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str
     ) -> tuple[bytes, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LIBRARY = "kernel.so"
-"""The file beside this one that ``build_hook`` compiles from kernel.c."""
+LIBRARY = "kernel.shared"
+"""The file beside this one that .ci/build_hook.py compiles from kernel.c; not a name to import."""
 
 _VERSION = 1  # of the functions' signatures: as deltactl_kernel_version in kernel.c
 _WIDTHS = (1, 2, 4, 8)

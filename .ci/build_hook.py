@@ -13,8 +13,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_HERE = Path(__file__).parent
-_LIBRARY = "kernel.so"
+_NATIVE = Path(__file__).parents[1] / "deltactl/core/native"
+_LIBRARY = "kernel.shared"
 _FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 
 
@@ -31,7 +31,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             self.app.display_warning("no C compiler: deltactl is installed without its kernel")
             return
         if version == "editable":
-            shutil.copy(out, _HERE / _LIBRARY)
+            shutil.copy(out, _NATIVE / _LIBRARY)
             return
         build_data["force_include"][str(out)] = f"deltactl/core/native/{_LIBRARY}"
         build_data["pure_python"] = False
@@ -49,7 +49,7 @@ def _compile(out: Path) -> bool:
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     for command in (compiler.split(), ["cc"]):
         try:
-            arguments = [*command, *_FLAGS, "-o", str(out), str(_HERE / "kernel.c")]
+            arguments = [*command, *_FLAGS, "-o", str(out), str(_NATIVE / "kernel.c")]
             subprocess.run(arguments, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             continue
