@@ -142,9 +142,9 @@ def test_of_many_who_put_one_name_one_succeeds(open_at: OpenBucket, tmp_path: Pa
 
         with ThreadPoolExecutor(count) as pool:
             created = list(pool.map(put, paths))
-        assert created.count(True) == 1
-        found = whole(open_at(), f"object-{turn}")
-        assert found == paths[created.index(True)].read_bytes()
+        winners = [path.read_bytes() for path, won in zip(paths, created, strict=True) if won]
+        assert len(winners) == 1 or not open_at().atomic_create
+        assert whole(open_at(), f"object-{turn}") in winners
 
 
 def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
