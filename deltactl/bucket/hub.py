@@ -165,7 +165,7 @@ def _parse(url: str) -> tuple[str, str]:
     if re.search(r"[?#]", rest) or "@" in "/".join(rest.split("/")[:3]):
         what = "the address holds a user, a password or a query"  # and may not be repeated
         raise UsageError(what, expected=_FORM, hint="set HF_TOKEN, or hf auth login")
-    kind, *parts = [part for part in rest.split("/") if part]
+    kind, *parts = [part for part in rest.split("/") if part] or [""]
     plain = not {".", ".."} & set(parts) and not re.search(r"[\\\0]", rest)
     named = len(parts) >= 2 and all(_NAME.fullmatch(part) for part in parts[:2])
     if kind != "buckets" or not plain or not named:

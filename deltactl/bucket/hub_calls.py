@@ -2,8 +2,10 @@
 
 Its HTTP client is shared by everything in the process. It is changed for calls made within
 ``calls`` alone, which get a timeout and a single try: trying again is for whoever holds the bucket,
-who is told for how long to wait. Importing this turns the library's progress bars off and gives Xet
-settings that end in bounded time too, each unless the environment says otherwise.
+who is told for how long to wait. Importing this turns the library's progress bars off, and gives
+Xet settings that end in bounded time too, each unless the environment says otherwise; Xet takes
+them when it is first used in the process. One wait of Xet's stays without an end: for its storage
+to take in the shard, the list of what an upload consists of.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from huggingface_hub.errors import (
     BucketBatchError,
     EntryNotFoundError,
     HfHubHTTPError,
-    OfflineModeIsEnabled,
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -128,9 +129,6 @@ def _translated(bucket: str) -> Iterator[None]:
         yield
     except (DeltactlError, EntryNotFoundError) as error:
         raise error if isinstance(error, DeltactlError) else NotFound("no such object") from None
-    except OfflineModeIsEnabled:
-        check_online()
-        raise
     except BucketBatchError as error:
         raise _of_batch(error) from None
     except HfHubHTTPError as error:

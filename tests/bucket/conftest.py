@@ -42,6 +42,7 @@ def hub(_hub_server: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hu
 def _hub(request: pytest.FixtureRequest) -> OpenBucket:
     hub: HubStandIn = request.getfixturevalue("hub")
     name = hub.new_bucket()
+    hub.page = 20
 
     def open_at(prefix: str = "chain") -> Bucket:
         return open_bucket(f"hf://buckets/{name}/{prefix}")
@@ -55,6 +56,12 @@ KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {"local": _loc
 @pytest.fixture(params=KINDS)
 def open_at(request: pytest.FixtureRequest) -> OpenBucket:
     return KINDS[request.param](request)
+
+
+@pytest.fixture
+def more_than_a_page(request: pytest.FixtureRequest) -> int:
+    """As many objects as a listing does not give at once."""
+    return 45 if request.node.callspec.params["open_at"] == "hub" else 1050
 
 
 @pytest.fixture
