@@ -4,8 +4,7 @@ Its HTTP client is shared by everything in the process. It is changed for calls 
 ``calls`` alone, which get a timeout and a single try: trying again is for whoever holds the bucket,
 who is told for how long to wait. Importing this turns the library's progress bars off, and gives
 Xet settings that end in bounded time too, each unless the environment says otherwise; Xet takes
-them when it is first used in the process. One wait of Xet's stays without an end: for its storage
-to take in the shard, the list of what an upload consists of.
+them when it is first used in the process.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound,
 
 _BUSY = (408, 409, 412, 425, 429)
 _LONGEST_TEXT = 200
-_ADDRESS = re.compile(r"\b[a-z]+://\S+", re.IGNORECASE)
+_ADDRESS = re.compile(r"\b[a-z]+://[^\s)]+", re.IGNORECASE)
 _TOKEN = re.compile(r"\bhf_\w+")
 _XET_STATUS = re.compile(r"\((\d{3}) [A-Z]")
 _XET_SYSTEM = re.compile(r"\(os error (\d+)\)")
@@ -114,6 +114,6 @@ def _of_system(code: int) -> OSError:
 
 def plain(text: str) -> str:
     """A server's text, fit to be shown: one line, not long, without addresses and tokens."""
-    text = _TOKEN.sub("hf_...", _ADDRESS.sub("(address)", text))
+    text = _TOKEN.sub("hf_...", _ADDRESS.sub("...", text))
     text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."
