@@ -37,7 +37,7 @@ def of_status(status: int, headers: Mapping[str, str], bucket: str) -> DeltactlE
         return NotFound("no such object")
     if status == 404:
         what = "no such bucket, or it is private and your token may not see it"
-        return NotFound(what, hint=f"hf buckets create {bucket}")
+        return NotFound(what, file=f"hf://buckets/{bucket}", hint=f"hf buckets create {bucket}")
     if status in _BUSY or status >= 500:
         error = Transient("the Hub is busy or out of order", found=found)
         error.retry_after = retry_after(lower)
