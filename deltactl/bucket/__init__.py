@@ -1,4 +1,4 @@
-"""Where chains live. ``open_bucket`` takes a directory today; other stores come by URL scheme."""
+"""Where chains live: ``open_bucket`` takes a directory or an address."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
         return LocalBucket(Path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "file":
         return LocalBucket(_local_path(url), jobs or _LOCAL_JOBS, throttle)
+    if scheme[1].lower() in ("s3", "gs", "az"):
+        from deltactl.bucket.stores import open_objects
+
+        return open_objects(url, jobs, throttle)
     raise UsageError(
         "unknown kind of bucket",
         file=url,
-        expected="a directory, or file://",
+        expected="a directory, file://, s3://, gs:// or az://",
         found=f"{scheme[1]}://",
     )
 

@@ -9,6 +9,7 @@ import pytest
 
 from deltactl.bucket import open_bucket
 from deltactl.core.store import Bucket
+from tests.support.s3_server import S3Server, use_s3
 
 OpenBucket = Callable[..., Bucket]
 """``open_at(prefix="chain")``: a bucket at that prefix of a place that is the test's own, empty
@@ -24,7 +25,20 @@ def _local(request: pytest.FixtureRequest) -> OpenBucket:
     return open_at
 
 
-KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {"local": _local}
+def _s3(request: pytest.FixtureRequest) -> OpenBucket:
+    server: S3Server = request.getfixturevalue("s3_server")
+    use_s3(request.getfixturevalue("monkeypatch"), server.endpoint)
+    return _below(server.new_url())
+
+
+def _below(url: str) -> OpenBucket:
+    return lambda prefix="chain": open_bucket(f"{url}/{prefix}")
+
+
+KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {
+    "local": _local,
+    "s3": _s3,
+}
 
 
 @pytest.fixture(params=KINDS)

@@ -1,5 +1,5 @@
-"""A HTTP proxy on loopback that forwards to a real server, and does to chosen requests what networks
-and servers do: errors, lost, cut and changed replies, silence.
+"""A HTTP proxy on loopback that forwards to a real server, and does to chosen requests what
+networks and servers do: errors, lost, cut and changed replies, silence.
 
     with FaultProxy("http://127.0.0.1:8333") as proxy:
         proxy.inject(status(503), times=3, method="PUT", path="deltas/")
