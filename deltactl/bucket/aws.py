@@ -55,7 +55,6 @@ def connect(place: Place, jobs: int, timeouts: Timeouts) -> tuple[BaseClient, Ke
         connect_timeout=timeouts.connect,
         read_timeout=timeouts.read,
         max_pool_connections=jobs,
-        request_checksum_calculation="when_required",  # the transport has its own
         retries={"total_max_attempts": _TRIES, "mode": "standard"},
     )
     try:

@@ -14,7 +14,7 @@ from deltactl.bucket.together import together
 if TYPE_CHECKING:
     from botocore.client import BaseClient
 
-PART_BYTES = 1 << 24
+PART_BYTES = 1 << 23
 _MOST_PARTS = 10_000
 
 
@@ -53,7 +53,8 @@ class Multipart:
             number = start // size + 1
             data = source.piece(start, min(start + size, source.size))
             reply = self._client.upload_part(**target, PartNumber=number, Body=data)
-            return {"PartNumber": number, "ETag": reply["ETag"]}
+            sums = {key: reply[key] for key in reply if key == "ETag" or key.startswith("Checksum")}
+            return {"PartNumber": number, **sums}
 
         return together(self._pool, send, range(0, source.size, size))
 

@@ -30,6 +30,13 @@ _CREDENTIALS = {
     "InvalidToken",
     "TokenRefreshRequired",
 }
+_GARBLED = {
+    "BadDigest",
+    "IncompleteBody",
+    "Md5Mismatch",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+}
 _BUSY = {"RequestTimeout", "SlowDown", "Throttling", "ThrottlingException"}
 
 
@@ -105,6 +112,8 @@ def refused(refusal: Refusal, place: Place, name: str | None) -> DeltactlError:
     if status in (409, 412):
         what = f"somebody else changed the object at the same moment ({refusal})"
         return _again(what, where, refusal.retry_after)
+    if refusal.code in _GARBLED:
+        return _again(f"what was sent did not arrive as it was ({refusal})", where)
     if status in (408, 425, 429) or refusal.code in _BUSY or (status >= 500 and status != 501):
         return _again(f"the server is busy or ill ({refusal})", where, refusal.retry_after)
     if status in (301, 307, 308):

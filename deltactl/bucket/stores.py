@@ -91,6 +91,7 @@ def _s3(
         region=_region(client.meta.region_name),
         aws_endpoint_url_s3=endpoint,
         skip_signature=keys is None,
+        checksum_algorithm="sha256",  # computed for the signature anyway; some check only this
         disable_bulk_delete=True,
         credential_provider=keys,
         client_options=_client_options(endpoint, timeouts),

@@ -27,7 +27,8 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass(frozen=True)
 class Request:
-    """A request that reached the proxy. ``path``: unquoted, with the query."""
+    """A request that reached the proxy. ``path``: unquoted, with the query; the names in
+    ``headers`` are in lower case."""
 
     method: str
     path: str
@@ -255,7 +256,8 @@ class Exchange(BaseHTTPRequestHandler):
     def _handle(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
-        self.request = Request(self.command, unquote(self.path), dict(self.headers.items()), body)
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        self.request = Request(self.command, unquote(self.path), headers, body)
         fault = self.server.proxy.fault_for(self.request)
         if fault is None:
             self.reply(self.forward())
