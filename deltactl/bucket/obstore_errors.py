@@ -23,6 +23,7 @@ from deltactl.core.errors import DeltactlError, UsageError
 # obstore says most of what it knows in text alone: Rust's debug output, a field a line.
 _STATUS = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
 _KIND = re.compile(r"HttpError \{\s+kind: (\w+),")
+_BEGINS_LATE = re.compile(r"InvalidRangeRequest \{\s+source: StartTooLarge \{")
 _CODE = re.compile(f"<Code>({CODE.pattern})</Code>")
 _WRITTEN_BY_SERVER = re.compile(r"<\?xml.*?</Error>|body: Some\(.*?\),$", re.DOTALL | re.MULTILINE)
 _OF_CREDENTIALS = re.compile(
@@ -49,7 +50,8 @@ def translated(place: Place, name: str | None = None) -> Iterator[None]:
 
 def is_out_of_range(error: exceptions.BaseError) -> bool:
     """Whether a read was refused because it begins at or after the object's end."""
-    return _status(str(error)) == 416
+    text = str(error)
+    return _status(text) == 416 or (not _status(text) and bool(_BEGINS_LATE.search(text)))
 
 
 def _meaning(error: Exception, place: Place, name: str | None) -> DeltactlError:

@@ -4,7 +4,8 @@ Credentials, region and endpoint are found where each store's own tools find the
 does; Google's in GOOGLE_APPLICATION_CREDENTIALS, what gcloud left, or the machine's account, with
 STORAGE_EMULATOR_HOST for another endpoint; Azure's in AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY
 or AZURE_STORAGE_SAS_TOKEN, in AZURE_STORAGE_CONNECTION_STRING, in what obstore reads besides, or
-the machine's identity. Where S3's tools have none, requests are not signed: a public bucket can be
+the machine's identity. (Of Google's store no server could be had to test with, only what is asked
+of it.) Where S3's tools have none, requests are not signed: a public bucket can be
 read. Without TLS only at an endpoint that was named so.
 """
 
@@ -27,7 +28,14 @@ from deltactl.bucket.timeouts import TIMEOUTS, Timeouts
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from obstore.store import AzureConfig, AzureStore, ClientConfig, GCSConfig, GCSStore
+    from obstore.store import (
+        AzureConfig,
+        AzureStore,
+        ClientConfig,
+        GCSConfig,
+        GCSCredential,
+        GCSStore,
+    )
 
 JOBS = 16
 """Enough to fill a link although each request waits for its first byte."""
@@ -121,14 +129,22 @@ def _google(place: Place, timeouts: Timeouts) -> GCSStore:
     from obstore.store import GCSStore
 
     endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
-    config: GCSConfig = {"base_url": endpoint, "skip_signature": True} if endpoint else {}
+    if endpoint and "://" not in endpoint:
+        endpoint = f"http://{endpoint}"
+    config: GCSConfig = {"base_url": endpoint} if endpoint else {}
     return GCSStore(
         place.bucket,
         prefix=place.prefix or None,
         config=config,
+        credential_provider=_no_token if endpoint else None,
         client_options=_client_options(endpoint, timeouts),
         retry_config=_NO_RETRIES,
     )
+
+
+def _no_token() -> GCSCredential:
+    """What an emulator is content with."""
+    return {"token": "none", "expires_at": None}
 
 
 def _azure(place: Place, timeouts: Timeouts) -> AzureStore:

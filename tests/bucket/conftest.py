@@ -9,6 +9,7 @@ import pytest
 
 from deltactl.bucket import open_bucket
 from deltactl.core.store import Bucket
+from tests.support.azure_server import AzureServer
 from tests.support.s3_server import S3Server, use_s3
 
 OpenBucket = Callable[..., Bucket]
@@ -31,6 +32,13 @@ def _s3(request: pytest.FixtureRequest) -> OpenBucket:
     return _below(server.new_url())
 
 
+def _az(request: pytest.FixtureRequest) -> OpenBucket:
+    server: AzureServer = request.getfixturevalue("azure_server")
+    for name, value in server.environment.items():
+        request.getfixturevalue("monkeypatch").setenv(name, value)
+    return _below(server.new_url())
+
+
 def _below(url: str) -> OpenBucket:
     return lambda prefix="chain": open_bucket(f"{url}/{prefix}")
 
@@ -38,6 +46,7 @@ def _below(url: str) -> OpenBucket:
 KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {
     "local": _local,
     "s3": _s3,
+    "az": _az,
 }
 
 
