@@ -32,10 +32,14 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
         return LocalBucket(_local_path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "hf":
         return _open_hub(url, jobs or _HUB_JOBS, limit_rate)
+    if scheme[1].lower() in ("s3", "gs", "az"):
+        from deltactl.bucket.stores import open_objects
+
+        return open_objects(url, jobs, throttle)
     raise UsageError(
         "unknown kind of bucket",
         file=url,
-        expected="a directory, file:// or hf://buckets/",
+        expected="a directory, file://, hf://buckets/, s3://, gs:// or az://",
         found=f"{scheme[1]}://",
     )
 

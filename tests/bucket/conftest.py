@@ -9,8 +9,10 @@ import pytest
 
 from deltactl.bucket import open_bucket
 from deltactl.core.store import Bucket
+from tests.support.azure_server import AzureServer
 from tests.support.hub import HubStandIn
 from tests.support.hub.environment import for_one_test, stand_in
+from tests.support.s3_server import S3Server, use_s3
 
 OpenBucket = Callable[..., Bucket]
 """``open_at(prefix="chain")``: a bucket at that prefix of a place that is the test's own, empty
@@ -50,7 +52,29 @@ def _hub(request: pytest.FixtureRequest) -> OpenBucket:
     return open_at
 
 
-KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {"local": _local, "hub": _hub}
+def _s3(request: pytest.FixtureRequest) -> OpenBucket:
+    server: S3Server = request.getfixturevalue("s3_server")
+    use_s3(request.getfixturevalue("monkeypatch"), server.endpoint)
+    return _below(server.new_url())
+
+
+def _az(request: pytest.FixtureRequest) -> OpenBucket:
+    server: AzureServer = request.getfixturevalue("azure_server")
+    for name, value in server.environment.items():
+        request.getfixturevalue("monkeypatch").setenv(name, value)
+    return _below(server.new_url())
+
+
+def _below(url: str) -> OpenBucket:
+    return lambda prefix="chain": open_bucket(f"{url}/{prefix}")
+
+
+KINDS: dict[str, Callable[[pytest.FixtureRequest], OpenBucket]] = {
+    "local": _local,
+    "s3": _s3,
+    "az": _az,
+    "hub": _hub,
+}
 
 
 @pytest.fixture(params=KINDS)

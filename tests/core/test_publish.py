@@ -725,7 +725,7 @@ def test_two_who_push_one_step_at_once(tmp_path: Path) -> None:
         for n in range(2):
             content[step, n] = next_state(base, 100 * n + step)
             source = write(tmp_path / f"{step}_{n}", content[step, n])
-            row.append(Turn(source, bucket, step))
+            row.append(Turn(source, str(bucket), step))
         rivals.append(row)
     found = race(tmp_path / "caches", rivals)
     assert all(sorted(outcome) == [CONFLICT, WRITTEN] for outcome in found), repr(found)
@@ -742,7 +742,7 @@ def test_two_who_begin_one_chain_at_once(tmp_path: Path, layouts: tuple[int, int
             write(tmp_path / f"{n}_{i}{'' if k else '.safetensors'}", steps[i], shards=k)
             for i, k in enumerate(layouts)
         ]
-        turns.append([Turn(source, tmp_path / f"bucket_{n}", 1) for source in sources])
+        turns.append([Turn(source, str(tmp_path / f"bucket_{n}"), 1) for source in sources])
     found = race(tmp_path / "caches", turns)
     for n, outcome in enumerate(found):
         assert sorted(outcome) == [CONFLICT, WRITTEN], found
@@ -754,7 +754,7 @@ def test_two_who_push_the_same_at_once(tmp_path: Path) -> None:
     steps = states(8)
     sources = write_steps(tmp_path, steps)
     turns = [
-        [Turn(source, tmp_path / "bucket", step)] * 2 for step, source in enumerate(sources, 1)
+        [Turn(source, str(tmp_path / "bucket"), step)] * 2 for step, source in enumerate(sources, 1)
     ]
     found = race(tmp_path / "caches", turns)
     # Step 7 is two objects, its delta and its anchor: each of the two may have written one.
