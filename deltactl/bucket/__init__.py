@@ -7,9 +7,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.bucket.retrying import RetryingBucket
 from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import UsageError
-from deltactl.core.store import Bucket
+from deltactl.core.store import Bucket, refuse_secret
 
 _LOCAL_JOBS = 16  # on a network file system it is latency that is waited for
 _HUB_JOBS = 16
@@ -19,9 +20,10 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
     """The bucket at ``url``; it need not exist yet.
 
     ``jobs``: requests to make at once, by default what suits the store. ``limit_rate``: bytes a
-    second, of all transfers together. Raises UsageError for an unknown scheme, and for a limit
-    that the store's client cannot keep.
+    second, of all transfers together. Raises UsageError for an unknown scheme, for a password in
+    the address, and for a limit that the store's client cannot keep.
     """
+    refuse_secret(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url:
         raise UsageError("the bucket has no name")
@@ -31,11 +33,11 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
     if scheme[1].lower() == "file":
         return LocalBucket(_local_path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "hf":
-        return _open_hub(url, jobs or _HUB_JOBS, limit_rate)
+        return _remote(_open_hub(url, jobs or _HUB_JOBS, limit_rate))
     if scheme[1].lower() in ("s3", "gs", "az"):
         from deltactl.bucket.stores import open_objects
 
-        return open_objects(url, jobs, throttle)
+        return _remote(open_objects(url, jobs, throttle))
     raise UsageError(
         "unknown kind of bucket",
         file=url,
@@ -51,6 +53,11 @@ def _open_hub(url: str, jobs: int, limit_rate: int | None) -> Bucket:
     from deltactl.bucket.hub import HubBucket  # slow to import
 
     return HubBucket(url, jobs)
+
+
+def _remote(bucket: Bucket) -> Bucket:
+    """A bucket behind a network, as every such scheme of ``open_bucket`` gives it."""
+    return RetryingBucket(bucket)
 
 
 def _local_path(url: str) -> Path:

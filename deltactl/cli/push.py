@@ -10,7 +10,17 @@ import typer
 
 from deltactl.cli import text
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, DryRun, Encoding, Json, Quiet, delta_file, output
+from deltactl.cli.options import (
+    Bucket,
+    DryRun,
+    Encoding,
+    Jobs,
+    Json,
+    LimitRate,
+    Quiet,
+    delta_file,
+    output,
+)
 
 if TYPE_CHECKING:
     from deltactl.core.publish import PushReport
@@ -73,6 +83,8 @@ def push(
         ),
     ] = None,
     encoding: Encoding = "ulp",
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
     dry_run: DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -91,7 +103,7 @@ def push(
     with delta_file(source) as file, screen.progress() as progress:
         report = publish(
             file,
-            open_bucket(bucket),
+            open_bucket(bucket, jobs=jobs, limit_rate=limit_rate),
             step=step,
             anchor_every=anchor_every,
             base=base,

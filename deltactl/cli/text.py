@@ -49,6 +49,11 @@ def plural(number: int, noun: str) -> str:
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
 
 
+def read(size_in_bytes: int, requests: int) -> str:
+    """How much a command read of a bucket: ``read 12.3 kB in 7 requests``."""
+    return f"read {size(size_in_bytes)} in {plural(requests, 'request')}"
+
+
 def shape(dims: Sequence[int] | None) -> str:
     """``[4, 8]``; ``-`` for what is not known."""
     return "-" if dims is None else f"[{', '.join(map(str, dims))}]"

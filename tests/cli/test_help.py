@@ -39,11 +39,11 @@ HEAVY = (
     "zstandard",
 )
 HELP_SECONDS = 0.3
-WRITES = ("push",)
+WRITES = ("push", "copy")
 
 
 def test_the_commands() -> None:
-    expected = ["diff", "apply", "push", "pull", "verify", "log", "show", "stats", "demo"]
+    expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "demo"]
     assert list(VERBS) == expected
 
 
