@@ -8,6 +8,7 @@ from random import Random
 from threading import Barrier
 
 import numpy as np
+import pytest
 
 from deltactl.bucket.objects import SINGLE_BYTES
 from deltactl.core.chain import read_chain
@@ -15,11 +16,19 @@ from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.identity import state_of
 from deltactl.core.store import Bucket
 from deltactl.core.verify import verify_bucket
-from tests.bucket.conftest import OpenBucket
+from tests.bucket.conftest import KINDS, OpenBucket
 from tests.support.checkpoints import write_safetensors
 from tests.support.pushers import CONFLICT, WRITTEN, Turn, race
 
 TURNS = 100
+
+
+@pytest.fixture(params=[kind for kind in KINDS if kind != "hub"])
+def open_at(request: pytest.FixtureRequest) -> OpenBucket:
+    """The buckets that promise atomic creation; what the Hub does instead is in test_hub.py."""
+    found = KINDS[request.param](request)
+    assert found().atomic_create
+    return found
 
 
 def sources(directory: Path, size: int) -> list[Path]:
