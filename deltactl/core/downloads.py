@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from deltactl.core.asides import lock_now, remove, stem
-from deltactl.core.errors import NotAllowed, NotFound, Transient
+from deltactl.core.errors import DeltactlError, NotAllowed, NotFound, Transient
 from deltactl.core.files import temporary_directory
+
+UNUSABLE = ".new"
+"""The suffix of what a bucket fetches by its own means: of a dead process it is of no use."""
 
 _LOCK = "lock"
 _ATTEMPTS = 8
@@ -41,7 +44,9 @@ def kept_downloads(dest: Path) -> Iterator[Path]:
         return
     try:
         yield place
-    except _WORTH_KEEPING:
+    except _WORTH_KEEPING as error:
+        if isinstance(error, DeltactlError) and error.hint is None:
+            error.hint = f"run the command again: what was fetched is kept in {place}"
         raise
     except BaseException:
         remove(place)
@@ -88,7 +93,9 @@ def _is_ours(place: Path) -> bool:
 
 
 def discard_others(place: Path, ids: set[str]) -> None:
-    """Remove what an earlier run kept and nobody wants now."""
+    """Remove what an earlier run kept and nobody wants now, or can go on with."""
     for path in place.iterdir():
         if path.name != _LOCK and path.name.removesuffix(".partial") not in ids:
             remove(path)
+    for path in place.glob(f"*.partial/*{UNUSABLE}"):
+        remove(path)

@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 
 from deltactl.core.crew import Crew
+from deltactl.core.downloads import UNUSABLE
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
 from deltactl.core.parallel import Meter
 from deltactl.core.store import Bucket
@@ -155,7 +156,7 @@ class _Object:
 
     def _fetch(self) -> None:
         """Have the bucket fetch it: under a name that nobody else writes to, also later."""
-        fresh = self._wanted.partial.with_name(f"{secrets.token_hex(8)}.new")
+        fresh = self._wanted.partial.with_name(f"{secrets.token_hex(8)}{UNUSABLE}")
         self._run.bucket.fetch(self._wanted.name, fresh)
         size = fresh.stat().st_size
         self._run.tally.add(fetched=size, requests=1)

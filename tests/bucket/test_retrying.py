@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from deltactl.bucket import _remote, open_bucket
 from deltactl.bucket.local import LocalBucket
 from deltactl.bucket.retrying import RetryingBucket
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotAllowed, NotFound, Transient
@@ -251,3 +252,8 @@ def test_what_the_bucket_is_stays(tmp_path: Path, time: Time) -> None:
     assert (bucket.url, bucket.jobs, bucket.atomic_create) == (inner.url, 3, True)
     assert bucket.part_bytes is None
     assert bucket.path("a") == inner.path("a")
+
+
+def test_what_is_behind_a_network_is_wrapped_and_a_directory_is_not(tmp_path: Path) -> None:
+    assert isinstance(_remote(LocalBucket(tmp_path)), RetryingBucket)
+    assert isinstance(open_bucket(str(tmp_path)), LocalBucket)

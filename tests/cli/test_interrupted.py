@@ -38,10 +38,13 @@ def interrupt(tmp_path: Path, after: int, *args: object) -> str:
         env={**os.environ, "TMPDIR": str(tmp_path / "tmp")},
     )
     assert child.stderr is not None
-    while (line := child.stderr.readline()) != "hangs\n":
-        assert line, child.wait()
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    try:
+        while (line := child.stderr.readline()) != "hangs\n":
+            assert line, child.wait()
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 130
     assert "Traceback" not in err
     assert out == ""

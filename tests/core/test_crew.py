@@ -98,7 +98,8 @@ def test_an_error_does_not_wait_for_what_hangs(monkeypatch: pytest.MonkeyPatch) 
 
 
 PROGRAM = """
-import threading
+import signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
 from deltactl.core.crew import map_requests
 def hang(_):
     print("hangs", flush=True)
@@ -112,6 +113,9 @@ def test_an_interrupted_process_ends_though_a_request_hangs() -> None:
     assert child.stdout is not None
     child.stdout.readline()
     child.send_signal(signal.SIGINT)
-    _, err = child.communicate(timeout=30)
+    try:
+        _, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert b"KeyboardInterrupt" in err
     assert child.returncode == -signal.SIGINT

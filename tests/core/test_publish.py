@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -787,3 +788,20 @@ def test_an_unused_file_of_a_lost_race_does_not_disturb_readers(tmp_path: Path) 
     write_safetensors(tmp_path / "bucket/anchors/step_000001/model.safetensors", stray)
     write_hf_directory(tmp_path / "bucket/anchors/step_000001", stray, shards=1)
     assert_whole(bucket, dict(enumerate(states(3), 1)), tmp_path / "pulled")
+
+
+def test_the_files_of_an_anchor_are_put_many_at_once(tmp_path: Path) -> None:
+    """Each shard waits for the other, and the index comes after both."""
+    barrier, puts = Barrier(2), []
+
+    class Watched(LocalBucket):
+        def put(self, name: str, source: Path) -> bool:
+            if "model-0000" in name:
+                barrier.wait(60)
+            created = super().put(name, source)
+            puts.append(name)
+            return created
+
+    push(write(tmp_path / "source", states(1)[0]), Watched(tmp_path / "bucket"))
+    assert puts[-1].endswith(".index.json")
+    assert len(puts) == 5

@@ -375,6 +375,25 @@ def test_what_may_pass_keeps_what_was_fetched(
     assert_nothing_visible(dest)
 
 
+def test_where_it_is_kept_is_told(bucket: RemoteBucket, dest: Path) -> None:
+    bucket.faults = [dying(6)]
+    with pytest.raises(Transient) as caught:
+        pull(bucket, dest)
+    assert str(caught.value.hint).endswith(f"kept in {download_place(dest)}")
+
+
+def test_what_a_killed_process_fetched_as_a_whole_is_no_use(root: Path, dest: Path) -> None:
+    whole = RemoteBucket(root, None)
+    interrupted(whole, dest, 7)
+    (directory, *_) = download_place(dest).glob("*.partial")
+    (directory / "0123.new").write_bytes(b"half")
+    whole.faults = [dying(0, on="deltas")]
+    chain = read_chain(LocalBucket(root))
+    with pytest.raises(Transient):
+        pull_module.materialize(whole, chain, dest)
+    assert not (directory / "0123.new").exists()
+
+
 def test_a_vanished_object(bucket: RemoteBucket, dest: Path) -> None:
     chain = read_chain(bucket)
     bucket.faults = [vanished(delta_name(3))]

@@ -6,6 +6,7 @@ begin with "remote" are behind a network, the others are what they are.
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -35,6 +36,7 @@ def hanging(after: int) -> Fault:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     after = int(sys.argv.pop(1))
 
     def opened(url: str, **options: Any) -> Bucket:
