@@ -15,7 +15,7 @@ import typer
 
 from deltactl.cli.output import Output
 
-EncodingName = Literal["raw", "gap_delta", "ulp"]
+EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx"]
 STDIO = Path("-")
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}

@@ -725,10 +725,10 @@ def test_two_who_push_one_step_at_once(tmp_path: Path) -> None:
         for n in range(2):
             content[step, n] = next_state(base, 100 * n + step)
             source = write(tmp_path / f"{step}_{n}", content[step, n])
-            row.append(Turn(source, bucket, step))
+            row.append(Turn(source, str(bucket), step))
         rivals.append(row)
     found = race(tmp_path / "caches", rivals)
-    assert all(sorted(outcome) == [CONFLICT, WRITTEN] for outcome in found), found
+    assert all(sorted(outcome) == [CONFLICT, WRITTEN] for outcome in found), repr(found)
     truth = {n: content[n, row.index(WRITTEN)] for n, row in enumerate(found, 2)}
     assert_whole(LocalBucket(bucket), {1: base, **truth}, tmp_path / "pulled")
 
@@ -742,7 +742,7 @@ def test_two_who_begin_one_chain_at_once(tmp_path: Path, layouts: tuple[int, int
             write(tmp_path / f"{n}_{i}{'' if k else '.safetensors'}", steps[i], shards=k)
             for i, k in enumerate(layouts)
         ]
-        turns.append([Turn(source, tmp_path / f"bucket_{n}", 1) for source in sources])
+        turns.append([Turn(source, str(tmp_path / f"bucket_{n}"), 1) for source in sources])
     found = race(tmp_path / "caches", turns)
     for n, outcome in enumerate(found):
         assert sorted(outcome) == [CONFLICT, WRITTEN], found
@@ -754,10 +754,13 @@ def test_two_who_push_the_same_at_once(tmp_path: Path) -> None:
     steps = states(8)
     sources = write_steps(tmp_path, steps)
     turns = [
-        [Turn(source, tmp_path / "bucket", step)] * 2 for step, source in enumerate(sources, 1)
+        [Turn(source, str(tmp_path / "bucket"), step)] * 2 for step, source in enumerate(sources, 1)
     ]
     found = race(tmp_path / "caches", turns)
-    assert all(sorted(outcome) == [THERE, WRITTEN] for outcome in found), found
+    # Step 7 is two objects, its delta and its anchor: each of the two may have written one.
+    either = [[THERE, WRITTEN], [WRITTEN, WRITTEN]]
+    for step, outcome in enumerate(found, 1):
+        assert sorted(outcome) in (either if step == 7 else either[:1]), (step, outcome)
     assert_whole(LocalBucket(tmp_path / "bucket"), dict(enumerate(steps, 1)), tmp_path / "pulled")
 
 
