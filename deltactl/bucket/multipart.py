@@ -19,12 +19,16 @@ _MOST_PARTS = 10_000
 
 
 class Multipart:
-    """S3 judges the condition of CompleteMultipartUpload (If-None-Match: *) in the step that makes
-    the object visible, as it does that of a single PUT: of all that complete one name, or put it,
-    one succeeds. obstore has no such upload (its multipart uploads overwrite), so AWS's own client
-    makes it. Works up to S3's largest object of 10,000 parts of 5 GB. A process that is killed
-    leaves an unfinished upload, which is in no listing of objects, and which a lifecycle rule of
-    the bucket (AbortIncompleteMultipartUpload) removes.
+    """AWS documents that it judges the condition of CompleteMultipartUpload (If-None-Match: *) in
+    the step that makes the object visible, as that of a single PUT: of all that complete one name,
+    or put it, one succeeds. This has not been tried at AWS, and other servers need not do so:
+    SeaweedFS 4.48 looks first and writes then, and of two at the same moment may tell both that
+    they created the object, of which one is overwritten.
+
+    obstore has no such upload (its multipart uploads overwrite), so AWS's own client makes it.
+    Works up to 10,000 parts. A process that is killed leaves an unfinished upload, which is in no
+    listing of objects, and which a lifecycle rule of the bucket (AbortIncompleteMultipartUpload)
+    removes.
     """
 
     def __init__(self, client: BaseClient, place: Place, pool: Executor) -> None:

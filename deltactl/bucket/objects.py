@@ -33,12 +33,12 @@ SINGLE_BYTES = 1 << 24
 
 
 class ObjectBucket:
-    """Implements core.store.Bucket. Creation is atomic.
+    """Implements core.store.Bucket. Creation is atomic where the store's conditions are.
 
     A file of up to 16 MiB is one PUT with the condition that the name is free (If-None-Match: *, or
     the store's own word for it), which the store judges in the step that makes the object visible.
-    A larger one goes up in parts, several at once, by a ``Creation``, which gives the same
-    guarantee.
+    A larger one goes up in parts, several at once, by a ``Creation``, whose docstring
+    says what is guaranteed: at S3 no more than the server does for completed uploads.
 
     If the reply to a ``put`` is lost, Transient is raised, and the object may be there or not.
     Every put therefore leaves a token of its own in the object's metadata: when the same bucket
@@ -130,6 +130,7 @@ class ObjectBucket:
     def _fetch(self, name: str, first: GetResult, descriptor: int) -> None:
         """Write all ranges to their places, of the one version that the first is of."""
         size, version = first.meta["size"], first.meta["e_tag"]
+        writing = threading.Lock()  # or threads spin in the system for the one file
 
         def fetch(start: int) -> None:
             stop = min(start + PART_BYTES, size)
@@ -137,7 +138,9 @@ class ObjectBucket:
                 found = first if start == 0 else self._open(name, start, stop, version)
                 if found is None or found.meta["size"] != size:
                     raise changed(self._place, name)
-                _write(descriptor, self._body(name, found, start, stop), start)
+                data = self._body(name, found, start, stop)
+                with writing:
+                    _write(descriptor, data, start)
 
         together(self._pool, fetch, range(0, size, PART_BYTES))
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
         GCSStore,
     )
 
-JOBS = 16
-"""Enough to fill a link although each request waits for its first byte."""
+JOBS = 10
+"""As many as AWS's own transfers make. Each holds a piece of 8 MiB in memory."""
 
 _ADDRESS = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/+([^?#]*))?")
 _NO_RETRIES: Any = {"max_retries": 0}
