@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from deltactl import __version__
 from deltactl.cli import exits
 from deltactl.cli.apply import apply
+from deltactl.cli.bench import bench
 from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
 from deltactl.cli.demo import demo
 from deltactl.cli.diff import diff
@@ -76,7 +77,8 @@ ENVIRONMENT = {
     "DELTACTL_CACHE": "Where push keeps the tips of chains; by default deltactl below "
     "XDG_CACHE_HOME or ~/.cache.",
     "NO_COLOR": "If set and not empty, no colour, bold or dim text is printed.",
-    "TMPDIR": "Where deltas and anchors are made ready; by default the system's place for that.",
+    "TMPDIR": "Where deltas and anchors are made ready, and what bench makes; by default the "
+    "system's place for that.",
 }
 """Variables that change what commands do; the manual's table."""
 
@@ -89,7 +91,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for function in (diff, apply, push, pull, verify, log, show, stats, demo):
+for function in (diff, apply, push, pull, verify, log, show, stats, bench, demo):
     app.command(cls=Verb)(function)
 
 

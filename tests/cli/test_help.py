@@ -43,7 +43,8 @@ WRITES = ("push",)
 
 
 def test_the_commands() -> None:
-    expected = ["diff", "apply", "push", "pull", "verify", "log", "show", "stats", "demo"]
+    expected = ["diff", "apply", "push", "pull", "verify", "log", "show", "stats", "bench"]
+    expected += ["demo"]
     assert list(VERBS) == expected
 
 
