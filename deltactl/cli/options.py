@@ -13,8 +13,11 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from deltactl.cli.output import Output
+from deltactl.cli.text import parse_rate
+from deltactl.core.errors import UsageError
 
-EncodingName = Literal["raw", "gap_delta", "ulp"]
+EncodingName = Literal["raw", "gap_delta", "ulp", "auto"]
+BANDWIDTH = "1G"
 STDIO = Path("-")
 
 Bucket = Annotated[
@@ -26,7 +29,17 @@ Encoding = Annotated[
         "--encoding",
         metavar="|".join(get_args(EncodingName)),
         help="How changes are stored: ulp is the smallest, raw and gap_delta are what TRL's "
-        "readers take.",
+        "readers take; auto is the one that gets the delta there soonest, by a sample.",
+    ),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        help="For --encoding auto: bytes a second between the two sides, such as 100M. "
+        f"Default: {BANDWIDTH}.",
+        show_default=False,
     ),
 ]
 DryRun = Annotated[
@@ -42,6 +55,13 @@ def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
     assert isinstance(out, Output)
     out.configure(json=json, quiet=quiet)
     return out
+
+
+def bandwidth_of(encoding: EncodingName, bandwidth: str | None) -> float:
+    """Bytes a second that ``--encoding auto`` is to count on. Raises UsageError."""
+    if bandwidth is not None and encoding != "auto":
+        raise UsageError("--bandwidth is for --encoding auto", found=f"--encoding {encoding}")
+    return parse_rate(bandwidth or BANDWIDTH)
 
 
 def is_delta(word: str) -> bool:

@@ -20,15 +20,18 @@ def sample_pair(
     pair that is no larger than the sample comes whole. Tensors that were added, removed or replaced
     are left out.
     """
-    names = [
-        n for n, t in result.tensors.items() if n in base.tensors and _alike(base.tensors[n], t)
-    ]
-    spans = list(_spans([result.tensors[name] for name in names], pieces, piece_bytes))
+    spans = list(_spans(alike(base, result), pieces, piece_bytes))
     return _slices(base, spans), _slices(result, spans)
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and b.nbytes > 0
+def alike(base: Checkpoint, result: Checkpoint) -> list[Tensor]:
+    """The result's tensors that the base has with one dtype and shape, but for empty ones."""
+
+    def form(tensor: Tensor | None) -> object:
+        return None if tensor is None else (tensor.dtype, tensor.shape)
+
+    tensors = result.tensors.values()
+    return [t for t in tensors if t.nbytes and form(t) == form(base.tensors.get(t.name))]
 
 
 def _spans(
