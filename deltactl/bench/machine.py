@@ -17,6 +17,7 @@ from deltactl.bench.timing import Work
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
 from deltactl.core.files import remove
+from deltactl.core.native import KERNEL
 from deltactl.core.parallel import cores
 
 _SPAN = 1 << 26  # bytes that one thread reads in a row
@@ -24,7 +25,8 @@ _CHUNK = 1 << 20  # bytes that are read at once, so that they stay in cache
 
 
 def facts() -> dict[str, Any]:
-    """Processor, cores, memory in bytes, and versions; nothing that tells one machine's name."""
+    """Processor, cores, memory in bytes, versions, and whether the inner loops are the compiled
+    ones; nothing that tells one machine's name."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "architecture": platform.machine(),
@@ -33,6 +35,7 @@ def facts() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "compiled": KERNEL is not None,
     }
 
 

@@ -27,7 +27,7 @@ _LIMITS = {
 @manual(
     keys={
         "machine": "cpu, architecture, cores (those that may be used), memory_bytes, system, "
-        "python, numpy",
+        "python, numpy, compiled (whether the inner loops are, or numpy does their work)",
         "checkpoint": "bytes (of B's files), elements, changed_elements, sparsity, learning_rate "
         "(of made checkpoints, else null)",
         "rounds": "how often each was run; every time is the median",
@@ -148,6 +148,7 @@ def _facts(document: Row) -> list[str]:
     return text.pairs(
         [
             ("machine", f"{machine['cpu']}, {cores}, {memory} of memory"),
+            ("inner loops", "compiled" if machine["compiled"] else "numpy: not compiled here"),
             ("checkpoint", f"{text.size(checkpoint['bytes'])}{made}"),
             ("changed", f"{changed} of {text.count(checkpoint['elements'])} elements, {share}"),
             ("times", f"medians of {text.plural(document['rounds'], 'round')}"),

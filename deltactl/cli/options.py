@@ -16,7 +16,7 @@ from deltactl.cli.output import Output
 from deltactl.cli.text import parse_rate
 from deltactl.core.errors import UsageError
 
-EncodingName = Literal["raw", "gap_delta", "ulp", "auto"]
+EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx", "auto"]
 BANDWIDTH = "1G"
 STDIO = Path("-")
 
@@ -28,8 +28,9 @@ Encoding = Annotated[
     typer.Option(
         "--encoding",
         metavar="|".join(get_args(EncodingName)),
-        help="How changes are stored: ulp is the smallest, raw and gap_delta are what TRL's "
-        "readers take; auto is the one that gets the delta there soonest, by a sample.",
+        help="How changes are stored: ulp_ctx is the smallest, ulp less small and quicker, raw and "
+        "gap_delta are what TRL's readers take; auto is the one that gets the delta there soonest, "
+        "by a sample.",
     ),
 ]
 Bandwidth = Annotated[

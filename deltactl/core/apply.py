@@ -11,22 +11,23 @@ from typing import Literal
 
 import numpy as np
 
-from deltactl.core.bits import Bytes, elements, touch_sum
+from deltactl.core.bits import Bits, Bytes, elements, touch_sum
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
-from deltactl.core.encoding.base import BLOCK
+from deltactl.core.encoding import encoding_named
+from deltactl.core.encoding.base import BLOCK, Decoder
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
 from deltactl.core.files import atomic_directory, atomic_file, recover
 from deltactl.core.header import Record, is_ours
 from deltactl.core.hf_directory import TORCH_SUFFIXES
 from deltactl.core.identity import state_of
-from deltactl.core.parallel import map_largest_first
 from deltactl.core.progress import Progress, silent
 from deltactl.core.rebuild import Written, check_tensors, write_directory, write_file
 
 Side = Literal["base", "result"]
 
 _PIECE = 1 << 20
+_ENOUGH = 1 << 16  # changes that a base's side is told by: milliseconds, where all may take seconds
 _INDEX = ".safetensors.index.json"
 
 
@@ -160,18 +161,19 @@ def another_base(delta: Delta, found: str) -> Conflict:
 
 
 def which_side(base: Checkpoint, delta: Delta) -> Side:
-    """Whether a checkpoint is what the delta stands on or what it leads to, by the changed
-    elements.
+    """Whether a checkpoint is what the delta stands on or what it leads to.
 
-    O(changed): gathers the bits at the changed positions and compares their touch sums. It does not
-    see the other elements; the digest of the result does. For deltas with digests alone. Raises
-    Conflict if the checkpoint is neither.
+    Gathers the bits at the changed positions and compares their touch sums; of large deltas only
+    those of the tensors with the fewest changes, until that tells. What it does not see the digest
+    of the result shows before anything is visible. For deltas with digests alone. Raises Conflict
+    if the checkpoint is neither.
     """
-    records = list(delta.records.values())
-    results = map_largest_first(lambda r: _sides_of(base, delta, r), records, lambda r: r.changed)
     sides: set[Side] = {"base", "result"}
-    for record, of_tensor in zip(records, results, strict=True):
-        sides &= of_tensor
+    seen = 0
+    for record in sorted(delta.records.values(), key=lambda record: record.changed):
+        sides &= _sides_of(base, delta, record)
+        if not sides and _is_result(base, delta):
+            return "result"
         if not sides:
             raise Conflict(
                 "the base is another: this tensor is neither as before the delta nor as after it",
@@ -181,7 +183,16 @@ def which_side(base: Checkpoint, delta: Delta) -> Side:
                 expected=f"state {delta.header.base_state}",
                 hint=f"deltactl show {delta.path}",
             )
+        seen += record.changed
+        if len(sides) == 1 and seen >= _ENOUGH:
+            break
     return "base" if "base" in sides else "result"
+
+
+def _is_result(base: Checkpoint, delta: Delta) -> bool:
+    """For encodings whose positions only the base tells: whether all is as after the delta."""
+    needs_base = encoding_named(delta.header.encoding).needs_base
+    return needs_base and state_of(base) == delta.header.result_state
 
 
 def _sides_of(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
@@ -217,19 +228,29 @@ def _sides_by_sums(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
         return set()
     bits = elements(tensor.data, tensor.dtype)
     decoder = delta.decoder(record.name, tensor.dtype, bits.size)
-    total = 0
-    for start in range(0, bits.size, BLOCK):
-        block = bits[start : start + BLOCK]
-        positions = decoder.positions(start // BLOCK, block.size)
-        if positions.size:
-            total += touch_sum(positions + start, block.take(positions))
-    total %= 1 << 64
+    try:
+        total = _touch_sum(bits, decoder)
+    except Malformed:
+        if decoder.needs_base:  # as the payload is sound, it is the base that is another
+            return set()
+        raise
     sides: set[Side] = set()
     if total == record.old_sum:
         sides.add("base")
     if total == record.new_sum:
         sides.add("result")
     return sides
+
+
+def _touch_sum(bits: Bits, decoder: Decoder) -> int:
+    """The touch sum of a tensor's bits at the positions of its changes."""
+    total = 0
+    for start in range(0, bits.size, BLOCK):
+        block = bits[start : start + BLOCK]
+        positions = decoder.block(start // BLOCK, block).positions
+        if positions.size:
+            total += touch_sum(positions, block.take(positions), start)
+    return total % (1 << 64)
 
 
 def write_result(

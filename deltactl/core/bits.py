@@ -7,11 +7,13 @@ others.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from deltactl.core import native
 from deltactl.core.safetensors_io import DTYPE_BITS
 
 Bytes = npt.NDArray[np.uint8]
@@ -110,6 +112,55 @@ def take_steps(old: Bits, steps: Steps, dtype: str) -> Bits:
     return _unordered(_ordered(old, dtype) + steps.view(old.dtype), dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class SplitSteps:
+    """Steps that are not 0, shape (n,), as they are stored. ``down``: a bit each, 1 for down,
+    packed from the lowest bit on; ``beyond``: the length less one, as wide as the elements."""
+
+    down: Bytes
+    beyond: Bits
+
+    def joined(self) -> Steps:
+        """The signed steps."""
+        down = np.unpackbits(self.down, count=self.beyond.size, bitorder="little")
+        steps = self.beyond.view(_SIGNED[self.beyond.itemsize])
+        return np.where(down.view(np.bool_), ~steps, steps + steps.dtype.type(1))
+
+
+def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, int]:
+    """The steps between elements that differ, and how many of them are longer than one unit."""
+    if native.KERNEL is not None:
+        down, beyond, longer = native.KERNEL.steps(before, after, dtype in SIGN_MAGNITUDE)
+        return SplitSteps(down, beyond), longer
+    steps = steps_between(before, after, dtype)
+    beyond = np.abs(steps).view(before.dtype)  # as unsigned, right for the lowest step too
+    beyond -= beyond.dtype.type(1)
+    found = SplitSteps(np.packbits(steps < 0, bitorder="little"), beyond)
+    return found, int(np.count_nonzero(beyond))
+
+
+def take_split_steps(
+    elements: Bits,
+    start: int,
+    positions: Positions,
+    steps: SplitSteps,
+    span: tuple[int, int],
+    dtype: str,
+) -> None:
+    """Take the steps whose places are in ``span``, first and end, in place.
+
+    ``elements``: those from position ``start`` on; each position of the span is among them.
+    """
+    if native.KERNEL is not None:
+        native.KERNEL.take_steps(
+            elements, start, positions, steps.down, steps.beyond, span, dtype in SIGN_MAGNITUDE
+        )
+        return
+    first, end = span
+    at = positions[first:end] - start
+    elements[at] = take_steps(elements[at], steps.joined()[first:end], dtype)
+
+
 _MIX_INDEX = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -134,9 +185,37 @@ def mix64(index: npt.NDArray[np.uint64], bits: Bits) -> npt.NDArray[np.uint64]:
 _PIECE = 1 << 15  # pairs mixed together: less costs more calls, more leaves the cache
 
 
-def touch_sum(positions: Positions, bits: Bits) -> int:
-    """``sum mix64(position, bits) mod 2^64``: the same in any order, and sums of parts add up."""
-    index = positions.view(np.uint64)
-    pieces = range(0, index.size, _PIECE)
-    sums = [mix64(index[i : i + _PIECE], bits[i : i + _PIECE]).sum(dtype=np.uint64) for i in pieces]
-    return sum(map(int, sums)) % (1 << 64)
+def touch_sum(positions: Positions, bits: Bits, index: int = 0) -> int:
+    """``sum mix64(index + position, bits) mod 2^64``: the same in any order, and sums of parts add
+    up. ``index``: that in the tensor of the element at position 0."""
+    if native.KERNEL is not None:
+        return native.KERNEL.touch_sum(positions, bits, index)
+    at = positions.view(np.uint64)
+    total = 0
+    for i in range(0, at.size, _PIECE):
+        mixed = mix64(at[i : i + _PIECE] + np.uint64(index), bits[i : i + _PIECE])
+        total += int(mixed.sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Where two runs of elements differ: positions, rising, and the bits before and after, all of
+    shape (k,), and the touch sums of both."""
+
+    positions: Positions
+    before: Bits
+    after: Bits
+    old_sum: int
+    new_sum: int
+
+
+def changes_between(old: Bits, new: Bits, first: int, index: int) -> Changes:
+    """The changes between elements of shape (n,), the first of which is at position ``first`` of
+    its block, and at ``index`` of its tensor."""
+    if native.KERNEL is not None:
+        return Changes(*native.KERNEL.compare(old, new, first, index))
+    positions = positions_of(old != new)
+    before, after = old.take(positions), new.take(positions)
+    sums = touch_sum(positions, before, index), touch_sum(positions, after, index)
+    return Changes(positions + first, before, after, *sums)

@@ -45,17 +45,17 @@ def _difference(
         what = "the chain's step and the checkpoint do not have the same tensor"
         return Malformed(what, tensor=name, expected=_describe(expected), found=_describe(found))
     wanted = elements(tensor.data, tensor.dtype)
-    for offset, block in stack.blocks():
-        start = offset // block.itemsize
-        part = wanted[start : start + block.size]
-        meter.add(block.nbytes)
-        if not np.array_equal(block, part):
-            at = int(np.flatnonzero(block != part)[0])
+    for offset, chunk in stack.chunks():
+        start = offset // chunk.itemsize
+        part = wanted[start : start + chunk.size]
+        meter.add(chunk.nbytes)
+        if not np.array_equal(chunk, part):
+            at = int(np.flatnonzero(chunk != part)[0])
             return Malformed(
                 f"the bits differ, first at element {start + at}",
                 tensor=name,
-                expected=_hex(int(part[at]), block.itemsize),
-                found=_hex(int(block[at]), block.itemsize),
+                expected=_hex(int(part[at]), chunk.itemsize),
+                found=_hex(int(chunk[at]), chunk.itemsize),
             )
     return None
 

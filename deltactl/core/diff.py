@@ -11,13 +11,11 @@ from typing import IO, Any
 import numpy as np
 
 from deltactl.core.bits import (
-    Bits,
     Bytes,
-    Positions,
+    Changes,
+    changes_between,
     element_bytes,
     elements,
-    positions_of,
-    touch_sum,
 )
 from deltactl.core.checkpoint import Checkpoint, Tensor
 from deltactl.core.delta import DENSE
@@ -207,7 +205,7 @@ class _Comparison:
         self._old_hash, self._new_hash = hasher(threads), hasher(threads)
         self._old = elements(before.data, before.dtype)
         self._new = elements(after.data, after.dtype)
-        self._mask = np.empty(min(_CHUNK // self._old.itemsize, self._old.size), np.bool_)
+        self._dtype = before.dtype
         self._blocks: list[EncodedBlock] = []
         self._old_sum = self._new_sum = 0
 
@@ -229,28 +227,26 @@ class _Comparison:
         stop = min(start + BLOCK, self._old.size)
         chunk = _CHUNK // self._old.itemsize
         found = [self._chunk(at, min(at + chunk, stop), start) for at in range(start, stop, chunk)]
-        positions, old, new = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        positions = np.concatenate([changes.positions for changes in found])
         if not positions.size:
             return
-        streams = self._codec.encode(positions, old, new, self._before.dtype)
+        before = np.concatenate([changes.before for changes in found])
+        after = np.concatenate([changes.after for changes in found])
+        streams = self._codec.encode(self._old[start:stop], positions, before, after, self._dtype)
         segments = tuple(map(self._spool.append, streams))
         self._blocks.append(EncodedBlock(start // BLOCK, positions.size, segments))
 
-    def _chunk(self, at: int, end: int, start: int) -> tuple[Positions, Bits, Bits]:
+    def _chunk(self, at: int, end: int, start: int) -> Changes:
         """What changed from element ``at`` to ``end``, all while it is in cache; positions from
         ``start`` on."""
-        old, new, mask = self._old[at:end], self._new[at:end], self._mask[: end - at]
+        old, new = self._old[at:end], self._new[at:end]
         self._old_hash.update(old.view(np.uint8))
         self._new_hash.update(new.view(np.uint8))
-        np.not_equal(old, new, out=mask)
-        positions = positions_of(mask)
-        before, after = old.take(positions), new.take(positions)
-        positions += at
-        self._old_sum += touch_sum(positions, before)
-        self._new_sum += touch_sum(positions, after)
-        positions -= start
+        found = changes_between(old, new, at - start, at)
+        self._old_sum += found.old_sum
+        self._new_sum += found.new_sum
         self._meter.add(old.nbytes + new.nbytes)
-        return positions, before, after
+        return found
 
     def _record(self, new: TensorState) -> tuple[Record, tuple[Part, ...]]:
         tensor = self._after

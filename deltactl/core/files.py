@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -27,6 +28,7 @@ __all__ = [
     "recover",
     "remove",
     "rename_new",
+    "start_writing",
     "sync_directory",
     "temporary_directory",
     "temporary_file",
@@ -45,6 +47,25 @@ def sync_directory(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def start_writing(fd: int, offset: int, count: int) -> None:
+    """Have bytes that were written go to the disk from now on, so that a later fsync waits less.
+
+    Linux's sync_file_range; elsewhere nothing happens. It promises nothing.
+    """
+    call = getattr(_libc(), "sync_file_range", None)
+    if call is not None:
+        wide = ctypes.c_int64
+        call(fd, wide(offset), wide(count), _SYNC_FILE_RANGE_WRITE)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
@@ -172,7 +193,7 @@ def rename_new(old: Path, new: Path) -> bool:
 
 
 def _renameat2(a: Path, b: Path, flags: int) -> bool:
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    call = getattr(_libc(), "renameat2", None)
     if call is None:
         return False
     if not call(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), flags):

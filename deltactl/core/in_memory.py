@@ -28,7 +28,7 @@ def decode_all(base: Checkpoint, delta: Delta) -> int:
 def _decode(stack: Stack) -> int:
     decoder, bits = stack.layers[0].decoder, elements(stack.data, stack.dtype)
     blocks = ((n, bits[n * BLOCK : (n + 1) * BLOCK]) for n in decoder.numbers())
-    return sum(decoder.block(number, block)[0].size for number, block in blocks)
+    return sum(decoder.block(number, block).positions.size for number, block in blocks)
 
 
 def apply_in_memory(
@@ -52,8 +52,8 @@ def apply_in_memory(
 
     def apply(stack: Stack) -> TensorState:
         digest = hasher(hash_threads(stack.nbytes, sizes))
-        for offset, block in stack.blocks():
-            data = block.view(np.uint8)
+        for offset, chunk in stack.chunks():
+            data = chunk.view(np.uint8)
             digest.update(data.data)
             tensors[stack.name][offset : offset + data.size] = data
         return TensorState(stack.name, stack.dtype, stack.shape, digest.hexdigest())

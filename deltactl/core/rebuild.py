@@ -16,7 +16,7 @@ from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.errors import Malformed
-from deltactl.core.files import atomic_file, copy_file
+from deltactl.core.files import atomic_file, copy_file, start_writing
 from deltactl.core.header import PLACEHOLDER, is_ours, seal, utf8
 from deltactl.core.parallel import Meter, hash_threads, map_largest_first
 from deltactl.core.progress import Progress, silent
@@ -211,8 +211,8 @@ def _write_tensors(
     def write(place: tuple[int, int, Stack]) -> TensorState:
         fd, at, stack = place
         digest = hasher(hash_threads(stack.nbytes, sizes))
-        for offset, block in stack.blocks():
-            data = block.view(np.uint8).data
+        for offset, chunk in stack.chunks():
+            data = chunk.view(np.uint8).data
             digest.update(data)
             _write_at(fd, data, at + offset)
             meter.add(data.nbytes)
@@ -227,9 +227,11 @@ def _in_order(states: Iterable[TensorState]) -> tuple[TensorState, ...]:
 
 
 def _write_at(fd: int, data: memoryview, at: int) -> None:
+    start, size = at, data.nbytes
     while data.nbytes:
         count = os.pwrite(fd, data, at)
         data, at = data[count:], at + count
+    start_writing(fd, start, size)
 
 
 def check_tensors(written: Written, deltas: Sequence[Delta]) -> None:

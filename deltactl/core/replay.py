@@ -1,9 +1,9 @@
 """The states that deltas lead to, tensor by tensor and block by block, without a state in memory.
 
-Of each tensor, one block of the base is copied, every delta's changes to that block are put on it
-in turn, and only then comes the next block: however many deltas, each element is read and written
-once, and the last writer of an element wins. So catching up costs what changed, and memory is a
-block.
+Of each tensor, block after block, every delta's changes are decoded; then chunk by chunk, so that
+all stays in cache, the base is copied and they are put on it in turn: however many deltas, each
+element is read and written once, and the last writer of an element wins. So catching up costs what
+changed, and memory is a block's changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from deltactl.core.errors import Conflict
 from deltactl.core.header import Record, utf8
 
 Watch = Callable[[int, Bits], None]
-"""Called with a layer's number and the block after it; the array is only valid during the call."""
+"""Called with a layer's number and each chunk after it; the array is only valid during the call."""
+
+CHUNK = 1 << 20
+"""Bytes handled together: less costs more calls, more leaves the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,39 @@ class Stack:
     def nbytes(self) -> int:
         return int(self.data.size)
 
-    def blocks(self, watch: Watch | None = None) -> Iterator[tuple[int, Bits]]:
-        """Each block's byte offset and final elements; the array is valid until the next.
+    def chunks(self, watch: Watch | None = None) -> Iterator[tuple[int, Bits]]:
+        """Each chunk's byte offset and final elements; the array is valid until the next.
 
-        ``watch`` sees the block after each layer too. Raises Malformed.
+        ``watch`` sees the chunk after each layer too. Raises Malformed.
         """
         source = elements(self.data, self.dtype)
         width = element_bytes(self.dtype)
-        buffer = np.empty(min(BLOCK, source.size), source.dtype)
         for start in range(0, source.size, BLOCK):
-            block = buffer[: min(BLOCK, source.size - start)]
-            np.copyto(block, source[start : start + BLOCK])
+            block = source[start : start + BLOCK]
+            for at, chunk in self._block(start // BLOCK, block, watch):
+                yield (start + at) * width, chunk
+
+    def _block(self, number: int, block: Bits, watch: Watch | None) -> Iterator[tuple[int, Bits]]:
+        """Where each chunk begins in the block, and its final elements."""
+        if any(layer.decoder.needs_base for layer in self.layers[1:]):
+            whole = block.copy()  # what a layer is decoded by is the block that the last one left
             for layer in self.layers:
-                positions, bits = layer.decoder.block(start // BLOCK, block)
-                block[positions] = bits
+                layer.decoder.block(number, whole).put(whole, 0)
                 if watch is not None:
-                    watch(layer.number, block)
-            yield start * width, block
+                    watch(layer.number, whole)
+            yield 0, whole
+            return
+        decoded = [(layer.number, layer.decoder.block(number, block)) for layer in self.layers]
+        size = CHUNK // block.itemsize
+        buffer = np.empty(min(size, block.size), block.dtype)
+        for at in range(0, block.size, size):
+            chunk = buffer[: min(size, block.size - at)]
+            np.copyto(chunk, block[at : at + size])
+            for layer_number, changes in decoded:
+                changes.put(chunk, at)
+                if watch is not None:
+                    watch(layer_number, chunk)
+            yield at, chunk
 
 
 def stacks(base: Checkpoint, deltas: Sequence[Delta]) -> dict[str, list[Stack]]:

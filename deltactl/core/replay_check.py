@@ -58,10 +58,10 @@ def _check(stack: Stack, deltas: Sequence[Delta], meter: Meter) -> list[Fault]:
     digests: dict[int, Any] = {number: hasher() for number in expected}
     whole = hasher()
     try:
-        for offset, block in stack.blocks(lambda number, bits: _update(digests[number], bits)):
+        for offset, chunk in stack.chunks(lambda number, bits: _update(digests[number], bits)):
             if stack.origin >= 0:
-                whole.update(stack.data[offset : offset + block.nbytes])
-            meter.add(block.nbytes)
+                whole.update(stack.data[offset : offset + chunk.nbytes])
+            meter.add(chunk.nbytes)
     except DeltactlError as error:
         return [(_number_of(error, deltas), error)]
     if stack.origin >= 0:

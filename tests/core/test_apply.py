@@ -223,13 +223,13 @@ def test_a_result_that_is_not_the_one_named_is_refused(
     from deltactl.core.replay import Stack
 
     def faulty(self: Stack) -> Any:
-        for offset, block in blocks(self):
+        for offset, chunk in chunks(self):
             if self.name == "model.embed":
-                block[-1] ^= 1
-            yield offset, block
+                chunk[-1] ^= 1
+            yield offset, chunk
 
-    blocks = Stack.blocks
-    monkeypatch.setattr(Stack, "blocks", faulty)
+    chunks = Stack.chunks
+    monkeypatch.setattr(Stack, "chunks", faulty)
     base = write(tmp_path / "base", before)
     was = content(tmp_path)
     with pytest.raises(Malformed, match="digest") as caught:

@@ -728,7 +728,7 @@ def test_two_who_push_one_step_at_once(tmp_path: Path) -> None:
             row.append(Turn(source, bucket, step))
         rivals.append(row)
     found = race(tmp_path / "caches", rivals)
-    assert all(sorted(outcome) == [CONFLICT, WRITTEN] for outcome in found), found
+    assert all(sorted(outcome) == [CONFLICT, WRITTEN] for outcome in found), repr(found)
     truth = {n: content[n, row.index(WRITTEN)] for n, row in enumerate(found, 2)}
     assert_whole(LocalBucket(bucket), {1: base, **truth}, tmp_path / "pulled")
 
@@ -757,7 +757,10 @@ def test_two_who_push_the_same_at_once(tmp_path: Path) -> None:
         [Turn(source, tmp_path / "bucket", step)] * 2 for step, source in enumerate(sources, 1)
     ]
     found = race(tmp_path / "caches", turns)
-    assert all(sorted(outcome) == [THERE, WRITTEN] for outcome in found), found
+    # Step 7 is two objects, its delta and its anchor: each of the two may have written one.
+    either = [[THERE, WRITTEN], [WRITTEN, WRITTEN]]
+    for step, outcome in enumerate(found, 1):
+        assert sorted(outcome) in (either if step == 7 else either[:1]), (step, outcome)
     assert_whole(LocalBucket(tmp_path / "bucket"), dict(enumerate(steps, 1)), tmp_path / "pulled")
 
 

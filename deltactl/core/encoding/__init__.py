@@ -5,10 +5,11 @@ from __future__ import annotations
 from deltactl.core.encoding.absolute import GapDelta, Raw
 from deltactl.core.encoding.base import Encoding
 from deltactl.core.encoding.ulp import Ulp
+from deltactl.core.encoding.ulp_ctx import UlpCtx
 from deltactl.core.errors import Unsupported, UsageError
 
-ENCODINGS: dict[str, Encoding] = {e.name: e for e in (Raw(), GapDelta(), Ulp())}
-"""What can be written and read. ``ulp_ctx`` is a reserved name: readers refuse it for now."""
+ENCODINGS: dict[str, Encoding] = {e.name: e for e in (Raw(), GapDelta(), Ulp(), UlpCtx())}
+"""What can be written and read."""
 
 DEFAULT = "ulp"
 

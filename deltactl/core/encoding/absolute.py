@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -26,6 +27,7 @@ from deltactl.core.encoding.base import (
     StoredPart,
     Target,
     concatenated,
+    span,
 )
 from deltactl.core.errors import Malformed
 from deltactl.core.files import Spool
@@ -40,9 +42,12 @@ class _Absolute:
 
     suffixes: tuple[str, ...] = (".idx", ".val")
     dense_if_smaller = False
+    needs_base = False
 
-    def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
-        return positions.astype("<u4").tobytes(), new.tobytes()
+    def encode(
+        self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str
+    ) -> tuple[bytes, ...]:
+        return positions.astype("<u4").tobytes(), after.tobytes()
 
     def _parts(
         self,
@@ -130,6 +135,8 @@ def _bad_index_dtype(target: Target, expected: str, found: str) -> Malformed:
 class AbsoluteDecoder:
     """Checks once that indices rise and stay in the tensor, then finds each block's own."""
 
+    needs_base = False
+
     def __init__(self, target: Target, index: StoredPart, value: StoredPart, *, gaps: bool) -> None:
         self._target, self._gaps = target, gaps
         self._index = index.data.view(_NUMPY[index.dtype])
@@ -194,7 +201,7 @@ class AbsoluteDecoder:
     def numbers(self) -> Sequence[int]:
         return self._numbers
 
-    def positions(self, number: int, length: int) -> Positions:
+    def _positions(self, number: int) -> Positions:
         start, stop = self._span(number)
         if start == stop:
             return np.empty(0, np.int64)
@@ -203,6 +210,19 @@ class AbsoluteDecoder:
         found = np.concatenate(chunks)[start - first * _CHUNK : stop - first * _CHUNK]
         return found - number * BLOCK
 
-    def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
+    def block(self, number: int, base: Bits) -> NewBits:
         start, stop = self._span(number)
-        return self.positions(number, base.size), self._values[start:stop]
+        return NewBits(self._positions(number), self._values[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class NewBits:
+    """Changes that say what the bits are afterwards."""
+
+    positions: Positions
+    bits: Bits
+
+    def put(self, elements: Bits, start: int) -> None:
+        """See BlockChanges."""
+        first, end = span(self.positions, start, elements.size)
+        elements[self.positions[first:end] - start] = self.bits[first:end]

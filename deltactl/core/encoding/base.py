@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from deltactl.core.bits import Bits, Bytes, Positions
 from deltactl.core.files import Segment, Spool
 
@@ -64,28 +66,45 @@ class Target:
     elements: int
 
 
+class BlockChanges(Protocol):
+    """One block's changes, decoded."""
+
+    @property
+    def positions(self) -> Positions:
+        """Within the block, strictly rising, shape (k,)."""
+        ...
+
+    def put(self, elements: Bits, start: int) -> None:
+        """Make the changes among the block's elements from ``start`` on, in place.
+
+        ``elements``: a contiguous part of the block in the state before, of any length.
+        """
+        ...
+
+
 class Decoder(Protocol):
     """One tensor's changes, block by block."""
 
     count: int
     """Changed elements of the whole tensor."""
 
+    needs_base: bool
+    """Whether ``block`` looks at the base; if not it only takes its length."""
+
     def numbers(self) -> Sequence[int]:
         """The numbers of the blocks that have changes, rising."""
         ...
 
-    def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
-        """Positions within the block, strictly rising, and the new bits, both of shape (k,).
-
-        ``base``: the block's elements in the state before, shape (up to BLOCK,); encodings that do
-        not need the base only take its length. Every position is below that length. Raises
-        Malformed.
-        """
+    def block(self, number: int, base: Bits) -> BlockChanges:
+        """The changes of one block. ``base``: its elements in the state before, shape (up to
+        BLOCK,). Every position is below that length. Raises Malformed."""
         ...
 
-    def positions(self, number: int, length: int) -> Positions:
-        """The positions alone, for a block of ``length`` elements; needs no base."""
-        ...
+
+def span(positions: Positions, start: int, length: int) -> tuple[int, int]:
+    """Which of rising positions lie in ``length`` elements from ``start`` on: first and end."""
+    first, end = np.searchsorted(positions, (start, start + length))
+    return int(first), int(end)
 
 
 class Encoding(Protocol):
@@ -96,8 +115,14 @@ class Encoding(Protocol):
     dense_if_smaller: bool
     """Whether a tensor is carried whole where that takes no more bytes."""
 
-    def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
-        """The streams of one block: positions in it (k,), k > 0, and the bits before and after."""
+    needs_base: bool
+    """Whether even the positions of the changes are only known with the base at hand."""
+
+    def encode(
+        self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str
+    ) -> tuple[bytes, ...]:
+        """The streams of one block: all its elements in the state before, shape (up to BLOCK,);
+        positions in it (k,), k > 0, and the bits there before and after."""
         ...
 
     def parts(

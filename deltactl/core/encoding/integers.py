@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
+from deltactl.core import native
+
 Values = npt.NDArray[Any]
 """Unsigned integers, shape (n,)."""
 
@@ -64,16 +66,24 @@ def encode(values: Values, depth: int = 0) -> bytes:
     if not values.size:
         return b""
     k = _low_bits(values, depth)
-    above = values >> values.dtype.type(k)
-    high = np.minimum(above, _ESCAPE).astype(np.uint8)
+    planes, high, escapes = _split(values, k)
     coded = _coder.compress(high.data)
     if len(coded) >= high.size:
         coded = high.tobytes()
-    escaped = np.flatnonzero(high == _ESCAPE)
-    rest = encode(above.take(escaped) - values.dtype.type(_ESCAPE), depth + 1)
-    return b"".join(
-        [bytes([k]), *_planes(values, k), len(coded).to_bytes(4, "little"), coded, rest]
-    )
+    rest = b""
+    if escapes:
+        above = values.take(np.flatnonzero(high == _ESCAPE)) >> values.dtype.type(k)
+        rest = encode(above - values.dtype.type(_ESCAPE), depth + 1)
+    return b"".join([bytes([k]), planes, len(coded).to_bytes(4, "little"), coded, rest])
+
+
+def _split(values: Values, k: int) -> tuple[bytes, npt.NDArray[np.uint8], int]:
+    """The planes of the k low bits, the bytes above them, and how many of those are escapes."""
+    if native.KERNEL is not None and values.dtype == np.uint32:
+        planes, high, escapes = native.KERNEL.split(values, k)
+        return planes.tobytes(), high, escapes
+    high = np.minimum(values >> values.dtype.type(k), _ESCAPE).astype(np.uint8)
+    return b"".join(_planes(values, k)), high, int(np.count_nonzero(high == _ESCAPE))
 
 
 def _low_bits(values: Values, depth: int) -> int:
@@ -101,16 +111,24 @@ def decode(reader: Reader, count: int, depth: int = 0) -> npt.NDArray[np.uint64]
     k = reader.take(1)[0]
     if k > 63 or depth >= _DEPTH:
         raise Undecodable(f"a stream has {k} low bits at depth {depth}")
-    low = np.zeros(count, np.uint64)
-    for bit in range(k):
-        plane = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
-        bits = np.unpackbits(plane, count=count, bitorder="little")
-        low |= bits.astype(np.uint64) << np.uint64(bit)
+    planes = np.frombuffer(reader.take(k * -(-count // 8)), np.uint8)
     high = _high(reader, count)
-    values = low + (high.astype(np.uint64) << np.uint64(k))
+    values = _join(planes, high, k)
     escaped = np.flatnonzero(high == _ESCAPE)
     if escaped.size:
         values[escaped] += decode(reader, escaped.size, depth + 1) << np.uint64(k)
+    return values
+
+
+def _join(
+    planes: npt.NDArray[np.uint8], high: npt.NDArray[np.uint8], k: int
+) -> npt.NDArray[np.uint64]:
+    if native.KERNEL is not None:
+        return native.KERNEL.join(planes, high, k)
+    values = high.astype(np.uint64) << np.uint64(k)
+    for bit, plane in enumerate(planes.reshape(k, -(-high.size // 8))):
+        bits = np.unpackbits(plane, count=high.size, bitorder="little")
+        values |= bits.astype(np.uint64) << np.uint64(bit)
     return values
 
 

@@ -11,21 +11,24 @@ those; the stream of their lengths less two. Streams: core.encoding.integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.core.bits import Bits, Positions, Steps, element_bytes, steps_between, take_steps
-from deltactl.core.encoding import integers
-from deltactl.core.encoding.base import (
-    EncodedBlock,
-    Part,
-    StoredPart,
-    Target,
-    block_count,
+from deltactl.core import native
+from deltactl.core.bits import (
+    Bits,
+    Positions,
+    SplitSteps,
+    element_bytes,
+    split_steps,
+    take_split_steps,
 )
-from deltactl.core.errors import Malformed
+from deltactl.core.encoding import integers
+from deltactl.core.encoding.base import EncodedBlock, Part, StoredPart, Target, span
+from deltactl.core.encoding.blocks import StoredBlocks, blocks_part
 from deltactl.core.files import Spool
 
 
@@ -35,34 +38,65 @@ class Ulp:
     name = "ulp"
     suffixes: tuple[str, ...] = (".ulp",)
     dense_if_smaller = True
+    needs_base = False
 
-    def encode(self, positions: Positions, old: Bits, new: Bits, dtype: str) -> tuple[bytes, ...]:
-        steps = steps_between(old, new, dtype)
-        return (integers.encode(_gaps(positions)) + _encode_steps(steps),)
+    def encode(
+        self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str
+    ) -> tuple[bytes, ...]:
+        return (encode_ulp(positions, *split_steps(before, after, dtype)),)
 
     def parts(
         self, target: Target, blocks: Sequence[EncodedBlock], spool: Spool
     ) -> tuple[Part, ...]:
-        directory = np.zeros((block_count(target.elements), 2), "<u4")
-        for block in blocks:
-            directory[block.number] = (block.count, block.streams[0].size)
-        size = directory.nbytes + int(directory[:, 1].sum(dtype=np.int64))
-        return (Part(".ulp", "U8", (size,), self._pieces(directory, blocks, spool)),)
-
-    @staticmethod
-    def _pieces(
-        directory: npt.NDArray[np.uint32], blocks: Sequence[EncodedBlock], spool: Spool
-    ) -> Iterator[bytes]:
-        yield directory.tobytes()
-        for block in blocks:
-            yield spool.read(block.streams[0])
+        return blocks_part(".ulp", target, blocks, spool)
 
     def decoder(self, target: Target, parts: Mapping[str, StoredPart]) -> UlpDecoder:
         return UlpDecoder(target, parts[".ulp"])
 
 
-def _gaps(positions: Positions) -> npt.NDArray[np.uint32]:
+class UlpDecoder(StoredBlocks):
+    """Decodes a block's bytes; the base is only needed to take the steps."""
+
+    needs_base = False
+
+    def block(self, number: int, base: Bits) -> SteppedBits:
+        with self.open(number, base.size) as (reader, count):
+            return decode_ulp(reader, count, base.size, self.target.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SteppedBits:
+    """Changes that say how far the bits go from where they are, in units in the last place."""
+
+    positions: Positions
+    steps: SplitSteps
+    dtype: str
+
+    def put(self, elements: Bits, start: int) -> None:
+        """See BlockChanges."""
+        within = span(self.positions, start, elements.size)
+        take_split_steps(elements, start, self.positions, self.steps, within, self.dtype)
+
+
+def encode_ulp(positions: Positions, steps: SplitSteps, longer: int) -> bytes:
+    """A block with changes; ``longer``: how many steps are longer than one unit."""
+    return integers.encode(gaps_of(positions)) + _encode_steps(steps, longer)
+
+
+def decode_ulp(reader: integers.Reader, count: int, length: int, dtype: str) -> SteppedBits:
+    """A block of ``length`` elements, ``count`` of which change. Raises Undecodable."""
+    positions = _decode_positions(reader, count, length)
+    width = element_bytes(dtype)
+    if count:
+        return SteppedBits(positions, _decode_steps(reader, count, width), dtype)
+    none = SplitSteps(np.empty(0, np.uint8), np.empty(0, f"<u{width}"))
+    return SteppedBits(positions, none, dtype)
+
+
+def gaps_of(positions: Positions) -> npt.NDArray[np.uint32]:
     """Rising positions, shape (n,), below 2^31, as gaps to the one before; the first to -1."""
+    if native.KERNEL is not None:
+        return native.KERNEL.gaps(positions)
     at = positions.astype(np.int32)
     gaps = np.empty(at.size, np.int32)
     if at.size:
@@ -72,32 +106,28 @@ def _gaps(positions: Positions) -> npt.NDArray[np.uint32]:
     return gaps.view(np.uint32)
 
 
-def _encode_steps(steps: Steps) -> bytes:
-    down = steps < 0
-    beyond = np.abs(steps).view(f"<u{steps.itemsize}")  # as unsigned, right for the lowest step too
-    beyond -= beyond.dtype.type(1)
-    longer = np.flatnonzero(beyond != 0)
+def _encode_steps(steps: SplitSteps, count: int) -> bytes:
+    longer = np.flatnonzero(steps.beyond)
+    lengths = steps.beyond.take(longer)
     return b"".join(
         [
-            np.packbits(down, bitorder="little").tobytes(),
-            longer.size.to_bytes(4, "little"),
-            integers.encode(_gaps(longer)),
-            integers.encode(beyond.take(longer) - beyond.dtype.type(1)),
+            steps.down.tobytes(),
+            count.to_bytes(4, "little"),
+            integers.encode(gaps_of(longer)),
+            integers.encode(lengths - lengths.dtype.type(1)),
         ]
     )
 
 
-def _decode_steps(reader: integers.Reader, count: int, width: int) -> Steps:
-    signs = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
-    down = np.unpackbits(signs, count=count, bitorder="little").view(np.bool_)
+def _decode_steps(reader: integers.Reader, count: int, width: int) -> SplitSteps:
+    down = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
     beyond = np.zeros(count, f"<u{width}")
     longer = _decode_positions(reader, reader.number(), count)
     lengths = integers.decode(reader, longer.size)
     if lengths.size and int(lengths.max()) >= (1 << (8 * width - 1)) - 1:
         raise integers.Undecodable(f"a step is longer than elements of {width} bytes allow")
     beyond[longer] = lengths + np.uint64(1)
-    steps = beyond.view(f"<i{width}")
-    return np.where(down, ~steps, steps + steps.dtype.type(1))
+    return SplitSteps(down, beyond)
 
 
 def _decode_positions(reader: integers.Reader, count: int, length: int) -> Positions:
@@ -111,63 +141,3 @@ def _decode_positions(reader: integers.Reader, count: int, length: int) -> Posit
     if count and int(positions[-1]) >= length:
         raise integers.Undecodable(f"position {int(positions[-1])} is past {length} elements")
     return positions
-
-
-class UlpDecoder:
-    """Reads the directory, checks that it fills the part, and decodes a block's bytes on demand."""
-
-    def __init__(self, target: Target, part: StoredPart) -> None:
-        self._target, self._data = target, part.data
-        blocks = block_count(target.elements)
-        head = 8 * blocks
-        if part.dtype != "U8" or part.data.size < head:
-            raise self._malformed("the directory of blocks is cut short", head, part.data.size)
-        self._directory = part.data[:head].view("<u4").reshape(blocks, 2).astype(np.int64)
-        self._ends = head + np.cumsum(self._directory[:, 1])
-        end = int(self._ends[-1]) if blocks else head
-        if end != part.data.size:
-            raise self._malformed("the blocks do not fill the tensor's part", end, part.data.size)
-        self.count = int(self._directory[:, 0].sum())
-
-    def _malformed(self, what: str, expected: object = None, found: object = None) -> Malformed:
-        target = self._target
-        return Malformed(what, file=target.file, tensor=target.name, expected=expected, found=found)
-
-    def _open(self, number: int, length: int) -> tuple[integers.Reader, Positions]:
-        """A block's reader, after its positions have been read."""
-        count, size = self._directory[number].tolist()
-        end = int(self._ends[number])
-        reader = integers.Reader(self._data[end - size : end].data)
-        try:
-            if size and not count:
-                raise integers.Undecodable("there are bytes but no changes")
-            return reader, _decode_positions(reader, count, length)
-        except integers.Undecodable as error:
-            raise self._undecodable(number, error) from None
-
-    def _undecodable(self, number: int, error: integers.Undecodable) -> Malformed:
-        return self._malformed(f"block {number} cannot be decoded: {error}")
-
-    def numbers(self) -> Sequence[int]:
-        return np.flatnonzero(self._directory[:, 0]).tolist()
-
-    def positions(self, number: int, length: int) -> Positions:
-        return self._open(number, length)[1]
-
-    def steps(self, number: int, length: int) -> tuple[Positions, Steps]:
-        """A block's positions and steps; ``length``: its elements. Raises Malformed."""
-        reader, positions = self._open(number, length)
-        width = element_bytes(self._target.dtype)
-        if not positions.size:
-            return positions, np.empty(0, f"<i{width}")
-        try:
-            steps = _decode_steps(reader, positions.size, width)
-            if reader.at != len(reader.data):
-                raise integers.Undecodable("bytes are left over")
-        except integers.Undecodable as error:
-            raise self._undecodable(number, error) from None
-        return positions, steps
-
-    def block(self, number: int, base: Bits) -> tuple[Positions, Bits]:
-        positions, steps = self.steps(number, base.size)
-        return positions, take_steps(base[positions], steps, self._target.dtype)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from deltactl.core.bits import SIGN_MAGNITUDE
 from deltactl.core.delta import Delta
 from deltactl.core.encoding import ENCODINGS
 from deltactl.core.encoding.base import BLOCK
-from deltactl.core.encoding.ulp import UlpDecoder
+from deltactl.core.encoding.ulp import SteppedBits
+from deltactl.core.encoding.ulp_ctx import UlpCtxDecoder
 from deltactl.core.header import Record
 from deltactl.core.parallel import Meter, map_largest_first
 from deltactl.core.progress import Progress, silent
@@ -52,7 +55,9 @@ def stats_delta(delta: Delta, progress: Progress = silent) -> Stats:
     )
     assert stats.steps is not None
     stats.steps.sign_flips = None
-    return replace(stats, steps=stats.steps if header.encoding == "ulp" else None, exponents=None)
+    return replace(
+        stats, steps=stats.steps if header.encoding not in ABSOLUTE else None, exponents=None
+    )
 
 
 def _measure(delta: Delta, record: Record) -> Measured:
@@ -94,15 +99,18 @@ def _measure_sparse(delta: Delta, record: Record, row: TensorStats) -> Measured:
     for number in decoder.numbers():
         start = number * BLOCK
         length = min(BLOCK, limit - start)
-        if isinstance(decoder, UlpDecoder):
-            positions, found = decoder.steps(number, length)
+        if isinstance(decoder, UlpCtxDecoder):
             if dtype in SIGN_MAGNITUDE:
-                steps.add(found)
-        else:
-            positions = decoder.positions(number, length)
-        gaps.add(positions, start)
+                steps.add(decoder.steps(number, length).joined())
+            continue
+        changes = decoder.block(number, np.empty(length, np.uint8))
+        if isinstance(changes, SteppedBits) and dtype in SIGN_MAGNITUDE:
+            steps.add(changes.steps.joined())
+        gaps.add(changes.positions, start)
     sizes: dict[str, int | None] = dict.fromkeys(ENCODINGS)
-    for name in ABSOLUTE:
+    if decoder.needs_base:
+        sizes["raw"] = raw_bytes(decoder.count, dtype, limit)
+    for name in () if decoder.needs_base else ABSOLUTE:
         sizes[name] = gaps.size(name, dtype, count)
     sizes[delta.header.encoding] = record.nbytes
     return Measured(row, sizes, steps)

@@ -8,8 +8,8 @@ from deltactl.core.bits import (
     SIGN_MAGNITUDE,
     Bits,
     Positions,
+    changes_between,
     elements,
-    positions_of,
     steps_between,
 )
 from deltactl.core.checkpoint import Checkpoint, Tensor
@@ -74,7 +74,6 @@ class _Comparison:
         self._tensor, self._meter = after, meter
         self._old = elements(before.data, before.dtype)
         self._new = elements(after.data, after.dtype)
-        self._mask = np.empty(min(_CHUNK // self._old.itemsize, self._old.size), np.bool_)
         self._steps, self._exponents, self._gaps = StepCounts(), ExponentCounts(), Gaps()
         self._codecs = {n: codec for n, codec in ENCODINGS.items() if n not in ABSOLUTE}
         self._blocks: dict[str, list[EncodedBlock]] = {name: [] for name in self._codecs}
@@ -96,24 +95,23 @@ class _Comparison:
         if not positions.size:
             return
         for name, codec in self._codecs.items():
-            streams = codec.encode(positions, old, new, self._tensor.dtype)
+            base = self._old[start:stop]
+            streams = codec.encode(base, positions, old, new, self._tensor.dtype)
             lengths = tuple(Segment(0, len(stream)) for stream in streams)
             self._blocks[name].append(EncodedBlock(start // BLOCK, positions.size, lengths))
 
     def _chunk(self, at: int, end: int, start: int) -> tuple[Positions, Bits, Bits]:
         """What changed from element ``at`` to ``end``; positions from ``start`` on."""
-        old, new, mask = self._old[at:end], self._new[at:end], self._mask[: end - at]
-        np.not_equal(old, new, out=mask)
-        positions = positions_of(mask)
-        before, after = old.take(positions), new.take(positions)
+        old, new = self._old[at:end], self._new[at:end]
+        found = changes_between(old, new, at - start, at)
+        before, after = found.before, found.after
         dtype = self._tensor.dtype
         if dtype in SIGN_MAGNITUDE:
             self._steps.add(steps_between(before, after, dtype))
             self._steps.add_flips(before, after)
             self._exponents.add(old, before, dtype)
-        positions += at - start
         self._meter.add(old.nbytes + new.nbytes)
-        return positions, before, after
+        return found.positions, before, after
 
     def _sizes(self) -> Sizes:
         tensor, count = self._tensor, self._old.size

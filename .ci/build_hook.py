@@ -1,0 +1,57 @@
+"""Compiles kernel.c when a wheel is built. Without a C compiler the wheel is made without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_NATIVE = Path(__file__).parents[1] / "deltactl/core/native"
+_LIBRARY = "kernel.shared"
+_FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
+
+
+class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Adds the library to the wheel, or for an editable one to the source tree."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and say in the wheel's tag that it is for this platform alone."""
+        self._scratch = tempfile.mkdtemp()
+        out = Path(self._scratch, _LIBRARY)
+        if not _compile(out):
+            self.app.display_warning("no C compiler: deltactl is installed without its kernel")
+            return
+        if version == "editable":
+            shutil.copy(out, _NATIVE / _LIBRARY)
+            return
+        build_data["force_include"][str(out)] = f"deltactl/core/native/{_LIBRARY}"
+        build_data["pure_python"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what the wheel holds a copy of."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _compile(out: Path) -> bool:
+    if os.name != "posix" or sys.byteorder != "little":
+        return False
+    compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
+    for command in (compiler.split(), ["cc"]):
+        try:
+            arguments = [*command, *_FLAGS, "-o", str(out), str(_NATIVE / "kernel.c")]
+            subprocess.run(arguments, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return True
+    return False

@@ -1,0 +1,288 @@
+/* The inner loops over elements, where numpy would make one pass over memory for each operation.
+ *
+ * Each function does what the numpy code of the same purpose in deltactl/core does, bit for bit;
+ * the tests run both. Plain C11 without Python's headers, called through ctypes, which lets go of
+ * the interpreter lock. Elements are little-endian and need not be aligned. No function reads or
+ * writes outside what its caller names by pointer and count; callers check counts and positions.
+ */
+#include <stdint.h>
+#include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define FAST __attribute__((target_clones("avx2", "default")))
+#else
+#define FAST
+#endif
+
+typedef uint16_t __attribute__((aligned(1), may_alias)) u16;
+typedef uint32_t __attribute__((aligned(1), may_alias)) u32;
+typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
+typedef uint8_t u8;
+
+/* Raised whenever a signature changes: an old build beside new code is not used. */
+int deltactl_kernel_version(void) { return 1; }
+
+static inline uint64_t mix64(uint64_t index, uint64_t bits) {
+    uint64_t z = index * 0x9E3779B97F4A7C15u + bits;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+/* 64 flags of one byte, 0 or 1, as 64 bits. */
+static inline uint64_t gather_flags(const u8 *flags) {
+    uint64_t mask = 0;
+    for (int j = 0; j < 8; j++) {
+        uint64_t eight;
+        memcpy(&eight, flags + 8 * j, 8);
+        mask |= ((eight * 0x0102040810204080u) >> 56) << (8 * j);
+    }
+    return mask;
+}
+
+/* Which of 64 elements differ, as 64 bits. */
+#define DIFFER(W, T)                                                                               \
+    static inline uint64_t differ_##W(const T *old, const T *new) {                                \
+        u8 flags[64];                                                                              \
+        for (int i = 0; i < 64; i++) flags[i] = old[i] != new[i];                                  \
+        return gather_flags(flags);                                                                \
+    }
+DIFFER(1, u8)
+DIFFER(4, u32)
+DIFFER(8, u64)
+#ifdef __SSE2__
+static inline __m128i same_2(const u16 *old, const u16 *new) {
+    return _mm_cmpeq_epi16(_mm_loadu_si128((const __m128i *)old),
+                           _mm_loadu_si128((const __m128i *)new));
+}
+
+static inline uint64_t differ_2(const u16 *old, const u16 *new) {
+    uint64_t same = 0;
+    for (int i = 0; i < 64; i += 16) {
+        __m128i bytes = _mm_packs_epi16(same_2(old + i, new + i), same_2(old + i + 8, new + i + 8));
+        same |= (uint64_t)(uint32_t)_mm_movemask_epi8(bytes) << i;
+    }
+    return ~same;
+}
+#else
+DIFFER(2, u16)
+#endif
+
+/* Positions from `first` on at which old and new differ, the bits there, and both touch sums, of
+ * elements whose index in the tensor is `index` on. Returns how many; the outputs hold n. */
+#define COMPARE(W, T)                                                                              \
+    FAST int64_t deltactl_compare_##W(const T *old, const T *new, int64_t n, int64_t first,        \
+                                      uint64_t index, int64_t *positions, T *before, T *after,     \
+                                      uint64_t *sums) {                                            \
+        int64_t count = 0;                                                                         \
+        uint64_t old_sum = 0, new_sum = 0;                                                         \
+        for (int64_t at = 0; at < n; at += 64) {                                                   \
+            uint64_t mask = 0;                                                                     \
+            if (n - at >= 64) {                                                                    \
+                mask = differ_##W(old + at, new + at);                                             \
+            } else {                                                                               \
+                for (int i = 0; i < n - at; i++) mask |= (uint64_t)(old[at + i] != new[at + i]) << i; \
+            }                                                                                      \
+            for (; mask; mask &= mask - 1) {                                                       \
+                int64_t i = at + __builtin_ctzll(mask);                                            \
+                positions[count] = first + i;                                                      \
+                before[count] = old[i];                                                            \
+                after[count++] = new[i];                                                           \
+                old_sum += mix64(index + (uint64_t)i, old[i]);                                     \
+                new_sum += mix64(index + (uint64_t)i, new[i]);                                     \
+            }                                                                                      \
+        }                                                                                          \
+        sums[0] = old_sum;                                                                         \
+        sums[1] = new_sum;                                                                         \
+        return count;                                                                              \
+    }
+COMPARE(1, u8)
+COMPARE(2, u16)
+COMPARE(4, u32)
+COMPARE(8, u64)
+
+/* The touch sum of bits at rising positions, whose index in the tensor is `index` more. */
+#define TOUCH_SUM(W, T)                                                                            \
+    uint64_t deltactl_touch_sum_##W(const int64_t *positions, const T *bits, int64_t n,            \
+                                    uint64_t index) {                                              \
+        uint64_t sum = 0;                                                                          \
+        for (int64_t i = 0; i < n; i++) sum += mix64(index + (uint64_t)positions[i], bits[i]);     \
+        return sum;                                                                                \
+    }
+TOUCH_SUM(1, u8)
+TOUCH_SUM(2, u16)
+TOUCH_SUM(4, u32)
+TOUCH_SUM(8, u64)
+
+/* Bits to integers that rise with the value, and back; see bits.py. `is_float` is all ones for
+ * types with a sign bit and zero for integers. Without branches: signs are as good as random. */
+#define TOP(W, T) ((T)((T)1 << (8 * W - 1)))
+#define NEGATIVE(W, T, x) ((T)(0 - ((x) >> (8 * W - 1))))
+#define ORDERED(W, T, x, is_float) ((T)((x) ^ ((NEGATIVE(W, T, x) | TOP(W, T)) & (is_float))))
+#define UNORDERED(W, T, x, is_float)                                                               \
+    ((T)((x) ^ (((T)~NEGATIVE(W, T, x) | TOP(W, T)) & (is_float))))
+
+/* Steps in units in the last place: one bit each in `down`, ceil(n / 8) zeroed bytes, and how far
+ * beyond one unit in `beyond`. A step is never 0. Returns how many are longer than one unit. */
+#define STEPS(W, T)                                                                                \
+    int64_t deltactl_steps_##W(const T *before, const T *after, int64_t n, int sign_magnitude,     \
+                               u8 *down, T *beyond) {                                              \
+        const T is_float = (T)(0 - (T)(sign_magnitude != 0));                                      \
+        int64_t longer = 0;                                                                        \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            T a = before[i], b = after[i];                                                         \
+            T step = (T)(ORDERED(W, T, b, is_float) - ORDERED(W, T, a, is_float));                 \
+            T is_down = (T)(step >> (8 * W - 1));                                                  \
+            T far = (T)(((T)(step ^ (T)(0 - is_down)) + is_down) - 1);                             \
+            down[i >> 3] |= (u8)(is_down << (i & 7));                                              \
+            beyond[i] = far;                                                                       \
+            longer += far != 0;                                                                    \
+        }                                                                                          \
+        return longer;                                                                             \
+    }
+STEPS(1, u8)
+STEPS(2, u16)
+STEPS(4, u32)
+STEPS(8, u64)
+
+/* Take steps, apart as above, from the `first`-th up to the `end`-th, at `positions` less `start` of
+ * `elements`, in place. */
+#define TAKE(W, T)                                                                                 \
+    void deltactl_take_steps_##W(T *elements, int64_t start, const int64_t *positions,             \
+                                 const u8 *down, const T *beyond, int64_t first, int64_t end,      \
+                                 int sign_magnitude) {                                             \
+        const T is_float = (T)(0 - (T)(sign_magnitude != 0));                                      \
+        for (int64_t i = first; i < end; i++) {                                                    \
+            T *at = elements + (positions[i] - start);                                             \
+            T far = (T)(beyond[i] + 1), is_down = (T)((down[i >> 3] >> (i & 7)) & 1);              \
+            T step = (T)((T)(far ^ (T)(0 - is_down)) + is_down);                                   \
+            T order = (T)(ORDERED(W, T, *at, is_float) + step);                                    \
+            *at = UNORDERED(W, T, order, is_float);                                                \
+        }                                                                                          \
+    }
+TAKE(1, u8)
+TAKE(2, u16)
+TAKE(4, u32)
+TAKE(8, u64)
+
+/* Rising positions to gaps: to the one before, less one; the first to -1. */
+void deltactl_gaps(const int64_t *positions, int64_t n, uint32_t *gaps) {
+    int64_t last = -1;
+    for (int64_t i = 0; i < n; i++) {
+        gaps[i] = (uint32_t)(positions[i] - last - 1);
+        last = positions[i];
+    }
+}
+
+/* The k low bits of values as k planes of ceil(n / 8) bytes, and what is above them as bytes, 255
+ * for 255 or more. Returns how many of those are 255. See integers.py. */
+FAST int64_t deltactl_split(const uint32_t *values, int64_t n, int k, u8 *planes, u8 *high) {
+    int64_t stride = (n + 7) / 8, escapes = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t above = k < 32 ? values[i] >> k : 0;
+        high[i] = above < 255 ? (u8)above : 255;
+        escapes += above >= 255;
+    }
+    for (int64_t at = 0; at < stride; at++) {
+        const uint32_t *v = values + 8 * at;
+        uint32_t eight[8] = {0};
+        memcpy(eight, v, (size_t)(n - 8 * at < 8 ? n - 8 * at : 8) * sizeof *v);
+        for (int bit = 0; bit < k; bit++) {
+            uint32_t byte = 0;
+            for (int j = 0; j < 8; j++) byte |= ((eight[j] >> bit) & 1) << j;
+            planes[bit * stride + at] = (u8)byte;
+        }
+    }
+    return escapes;
+}
+
+/* The inverse, but for what the escapes stand for. */
+FAST void deltactl_join(const u8 *planes, const u8 *high, int64_t n, int k, uint64_t *values) {
+    int64_t stride = (n + 7) / 8;
+    for (int64_t i = 0; i < n; i++) values[i] = (uint64_t)high[i] << k;
+    for (int bit = 0; bit < k; bit++) {
+        const u8 *plane = planes + bit * stride;
+        for (int64_t i = 0; i < n; i++)
+            values[i] |= (uint64_t)((plane[i >> 3] >> (i & 7)) & 1) << bit;
+    }
+}
+
+/* Rank of each changed element in its class among the active elements before it, and how many
+ * active elements each class has (256 zeroed totals). The class of an element is
+ * class_of[(bits >> shift) & mask]; an element at i is active if active[i >> segment_shift] is not
+ * 0. Changed elements are active. */
+#define RANKS(W, T)                                                                                \
+    void deltactl_class_ranks_##W(const T *bits, int64_t n, int shift, uint32_t mask,              \
+                                  const u8 *class_of, const u8 *active, int segment_shift,         \
+                                  const int64_t *positions, int64_t count, uint32_t *ranks,        \
+                                  u8 *classes, uint32_t *totals) {                                 \
+        uint32_t tables[4][256];                                                                   \
+        memset(tables, 0, sizeof tables);                                                          \
+        int64_t next = 0;                                                                          \
+        const int64_t segment = (int64_t)1 << segment_shift;                                       \
+        for (int64_t from = 0; from < n; from += segment) {                                        \
+            int64_t to = from + segment < n ? from + segment : n;                                  \
+            if (!active[from >> segment_shift]) continue;                                          \
+            int64_t i = from;                                                                      \
+            while (i < to) {                                                                       \
+                int64_t stop = next < count && positions[next] < to ? positions[next] : to;        \
+                for (; i + 4 <= stop; i += 4) {                                                    \
+                    tables[0][class_of[(uint32_t)(bits[i] >> shift) & mask]]++;                    \
+                    tables[1][class_of[(uint32_t)(bits[i + 1] >> shift) & mask]]++;                \
+                    tables[2][class_of[(uint32_t)(bits[i + 2] >> shift) & mask]]++;                \
+                    tables[3][class_of[(uint32_t)(bits[i + 3] >> shift) & mask]]++;                \
+                }                                                                                  \
+                for (; i < stop; i++) tables[0][class_of[(uint32_t)(bits[i] >> shift) & mask]]++;  \
+                if (stop < to) {                                                                   \
+                    u8 k = class_of[(uint32_t)(bits[i] >> shift) & mask];                          \
+                    classes[next] = k;                                                             \
+                    ranks[next++] = tables[0][k] + tables[1][k] + tables[2][k] + tables[3][k];     \
+                    tables[0][k]++;                                                                \
+                    i++;                                                                           \
+                }                                                                                  \
+            }                                                                                      \
+        }                                                                                          \
+        for (int k = 0; k < 256; k++)                                                              \
+            totals[k] = tables[0][k] + tables[1][k] + tables[2][k] + tables[3][k];                 \
+    }
+RANKS(1, u8)
+RANKS(2, u16)
+RANKS(4, u32)
+RANKS(8, u64)
+
+/* The inverse: positions of the elements with the ranks given, class after class: those of class k
+ * are ranks[starts[k]] up to starts[k + 1], rising. `positions` and `order` (the place among
+ * `ranks`) come in order of position. Returns how many were found. */
+#define SELECT(W, T)                                                                               \
+    int64_t deltactl_class_select_##W(const T *bits, int64_t n, int shift, uint32_t mask,          \
+                                      const u8 *class_of, const u8 *active, int segment_shift,     \
+                                      const uint32_t *ranks, const int64_t *starts,                \
+                                      int64_t *positions, int64_t *order) {                        \
+        uint32_t left[256];                                                                        \
+        int64_t at[256], found = 0;                                                                \
+        for (int k = 0; k < 256; k++) {                                                            \
+            at[k] = starts[k];                                                                     \
+            left[k] = at[k] < starts[k + 1] ? ranks[at[k]] : UINT32_MAX;                           \
+        }                                                                                          \
+        const int64_t segment = (int64_t)1 << segment_shift;                                       \
+        for (int64_t from = 0; from < n; from += segment) {                                        \
+            int64_t to = from + segment < n ? from + segment : n;                                  \
+            if (!active[from >> segment_shift]) continue;                                          \
+            for (int64_t i = from; i < to; i++) {                                                  \
+                u8 k = class_of[(uint32_t)(bits[i] >> shift) & mask];                              \
+                if (left[k]--) continue;                                                           \
+                positions[found] = i;                                                              \
+                order[found++] = at[k]++;                                                          \
+                left[k] = at[k] < starts[k + 1] ? ranks[at[k]] - ranks[at[k] - 1] - 1              \
+                                                : UINT32_MAX;                                      \
+            }                                                                                      \
+        }                                                                                          \
+        return found;                                                                              \
+    }
+SELECT(1, u8)
+SELECT(2, u16)
+SELECT(4, u32)
+SELECT(8, u64)
