@@ -11,6 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import zstandard
 from safetensors import safe_open
 
 from deltactl.core.bits import SIGN_MAGNITUDE
@@ -18,9 +19,10 @@ from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.diff import diff
 from deltactl.core.encoding import ENCODINGS as KNOWN
 from deltactl.core.encoding.base import BLOCK
+from deltactl.core.encoding.classes import EXPONENTS, MOST_CLASSES, SEGMENT
 from deltactl.core.header import FORMAT_VERSION
 from deltactl.core.safetensors_io import DTYPE_BITS, MAX_HEADER
-from tests.golden.make import ENCODINGS, GOLDEN
+from tests.golden.make import ENCODINGS, GOLDEN, trained, weights
 from tests.support import checkpoints, page_reader, trl_reader
 from tests.support.checkpoints import (
     BITS,
@@ -38,6 +40,7 @@ from tests.support.trl_reader import apply_trl
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "man/deltactl-format.5"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+EXPECTED["chains"] |= json.loads((GOLDEN / "expected_classes.json").read_text())["chains"]
 BASE = read_tensors(GOLDEN / "base.safetensors")
 RESULT = read_tensors(GOLDEN / "result.safetensors")
 
@@ -56,6 +59,13 @@ def write(tmp_path: Path) -> Write:
         return tmp_path / "delta"
 
     return write
+
+
+def blocks_of(old: np.ndarray, new: np.ndarray, encoding: str) -> bytes:
+    """A part of one block, of BF16."""
+    at = np.flatnonzero(old != new)
+    (block,) = KNOWN[encoding].encode(old, at, old[at], new[at], "BF16")
+    return np.array([at.size, len(block)], "<u4").tobytes() + block
 
 
 # The page.
@@ -97,11 +107,17 @@ def test_the_page_has_the_codes_constants() -> None:
     assert f'"deltactl format {FORMAT_VERSION}"' in text
     assert page_reader.BLOCK == BLOCK
     assert dict(DTYPE_BITS) == page_reader.BITS
-    assert page_reader.SIGN_MAGNITUDE == SIGN_MAGNITUDE
+    assert f"is {SEGMENT:,} elements of the block" in text
+    assert f"a number, at most {MOST_CLASSES - 1}: the borders" in text
+    assert page_reader.MANTISSA.keys() == SIGN_MAGNITUDE == EXPONENTS.keys()
+    for dtype, (mantissa, mask) in EXPONENTS.items():
+        assert page_reader.MANTISSA[dtype] == mantissa
+        exponent = mask.bit_length()
+        assert re.search(rf"^(.*, )?{dtype}(,.*)? +{exponent} +{mantissa}$", text, re.M)
     for dtype in DTYPE_BITS:
         assert re.search(rf"\b{dtype}\b", text)
-    for encoding in (*KNOWN, "ulp_ctx"):
-        assert re.search(rf"^\.SS Encodings? .*{encoding}", text, re.M)
+    for encoding in KNOWN:
+        assert re.search(rf"^\.SS Encodings? (.* )?{encoding}\b", text, re.M)
 
 
 def test_the_page_names_every_key() -> None:
@@ -144,7 +160,7 @@ def test_the_reader_decodes_the_empty_delta() -> None:
     assert page_reader.apply_delta(GOLDEN / "empty.safetensors", BASE) == BASE
 
 
-@pytest.mark.parametrize("name", ["chain", "single"])
+@pytest.mark.parametrize("name", ["chain", "single", "classes"])
 def test_the_reader_replays_golden_chains(name: str) -> None:
     states = page_reader.read_chain(GOLDEN / name)
     assert {str(step): page_reader.state_digest(state) for step, state in states.items()} == {
@@ -196,6 +212,47 @@ def test_the_reader_agrees_on_every_dtype(encoding: str, share: float, write: Wr
     before = {dtype: random_tensor(dtype, (640,), seed=n) for n, dtype in enumerate(BITS)}
     after = {name: changed(spec, share, seed=7) for name, spec in before.items()}
     assert page_reader.apply_delta(write(before, after, encoding), before) == after
+
+
+@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("far", [0, 9])
+def test_the_reader_decodes_classes(dtype: str, far: int, write: Write) -> None:
+    """Also where whole segments are silent, and where a block is full of changes."""
+    count = 40 * SEGMENT + 5
+    before = {name: weights(dtype, count) for name in ("some", "silent", "most")}
+    _, shape, data = before["some"]
+    width, some = len(data) // count, trained(before["some"], 1, far)
+    begin, end = 2 * SEGMENT * width, 9 * SEGMENT * width
+    all_up = np.frombuffer(data, f"<u{width}") + 1
+    all_up[::7] -= 1
+    after = {
+        "some": some,
+        "silent": (dtype, shape, data[:begin] + some[2][begin:end] + data[end:]),
+        "most": (dtype, shape, all_up.astype(f"<u{width}").tobytes()),
+    }
+    path = write(before, after, "ulp_ctx")
+    assert page_reader.apply_delta(path, before) == after
+    forms = {name: data[8] for name, (_, _, data) in read_tensors(path).items()}
+    assert (forms["some.ulp_ctx"], forms["silent.ulp_ctx"]) == (1, 2)
+
+
+@pytest.mark.parametrize("encoding", ["ulp", "ulp_ctx"])
+def test_hostile_blocks_are_refused_with_nothing_but_a_value_error(encoding: str) -> None:
+    """Every bit of a delta's blocks flipped, as if its digests were made for it."""
+    before = {"w": weights("BF16", 3000)}
+    data = np.frombuffer(before["w"][2], "<u2")
+    row = {"name": "w", "dtype": "BF16"}
+    good = blocks_of(data, np.frombuffer(trained(before["w"], 1, 5)[2], "<u2"), encoding)
+    for bit in range(64, 8 * len(good)):  # the directory is before these
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        parts = {f"w.{encoding}": ("U8", (len(bad),), bytes(bad))}
+        try:
+            positions, new = page_reader.ulp(row, parts, data, encoding)
+        except (ValueError, zstandard.ZstdError):
+            continue
+        assert len(positions) == len(new)
+        assert np.all((positions >= 0) & (positions < len(data)))
 
 
 # TRL's readers, on ours.

@@ -17,13 +17,26 @@ from deltactl.core.apply import apply_delta
 from deltactl.core.chain import read_chain
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.delta import open_delta
+from deltactl.core.encoding.golomb import read_leb128
+from deltactl.core.encoding.integers import Reader
 from deltactl.core.identity import state_of, tensor_states
 from deltactl.core.pull import pull
+from deltactl.core.stats import stats_delta
 from deltactl.core.verify import verify_bucket, verify_delta
-from tests.golden.make import ENCODINGS, GOLDEN, base, make, result, steps, trl_steps
+from tests.golden.make import (
+    ENCODINGS,
+    GOLDEN,
+    base,
+    class_steps,
+    make,
+    result,
+    steps,
+    trl_steps,
+)
 from tests.support.checkpoints import Spec, read_metadata, read_tensors
 
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())
+EXPECTED["chains"] |= json.loads((GOLDEN / "expected_classes.json").read_text())["chains"]
 BASE, RESULT = GOLDEN / "base.safetensors", GOLDEN / "result.safetensors"
 CHAINS = {
     (name, int(step)): states
@@ -91,13 +104,13 @@ def test_deltas_say_what_they_said(name: str) -> None:
         "added": "added",
         "added.empty": "added",
         "added.scalar": "added",
-        "all": "dense" if name == "ulp" else "sparse",
+        "all": "dense" if name.startswith("ulp") else "sparse",
         "odd.idx": "sparse",
         "removed": "removed",
         "removed.empty": "removed",
         "reshaped": "dense",
         "retyped": "dense",
-        "scalar": "dense" if name == "ulp" else "sparse",
+        "scalar": "dense" if name.startswith("ulp") else "sparse",
         'überall \u2603 "quoted"\\': "sparse",
     }
 
@@ -143,19 +156,51 @@ def test_links_are_what_they_were() -> None:
         assert {link.dialect for link in deltas} == {name}
 
 
+def test_blocks_by_classes_are_of_every_form() -> None:
+    """Of all that ulp_ctx can say there is something among the files."""
+    forms, shares, lengths = set(), [], set()
+    for step in (2, 3):
+        path = GOLDEN / f"classes/deltas/step_{step:06d}.safetensors"
+        for name, (_, _, data) in read_tensors(path).items():
+            if name.endswith(".ulp_ctx"):
+                forms.add(data[8])
+                shares += shares_of_classes(data[8:]) if data[8] == 1 else []
+        steps = stats_delta(open_delta(path)).steps
+        assert steps is not None
+        lengths |= {row["max"] for row in steps.as_dict()["bins"] if row["up"] and row["down"]}
+    assert forms == {0, 1, 2}
+    assert min(shares) < 0.2
+    assert max(shares) > 0.5
+    assert {1, 2, 4} <= lengths
+
+
+def shares_of_classes(block: bytes) -> list[float]:
+    """What share of each class but the last changes, in a block of form 1."""
+    reader = Reader(memoryview(block), 1)
+    borders = [read_leb128(reader) for _ in range(read_leb128(reader))]
+    pairs = [(read_leb128(reader), read_leb128(reader)) for _ in borders]
+    return [changes / elements for elements, changes in pairs]
+
+
 # The files themselves.
 
 
 def test_expectations_are_of_what_the_files_were_made_of() -> None:
     assert described(base()) == EXPECTED["base"]["tensors"]
     assert described(result()) == EXPECTED["result"]["tensors"]
-    for name, states in {"chain": steps(), "trl-1": trl_steps(), "trl-2": trl_steps()}.items():
+    chains = {
+        "chain": steps(),
+        "classes": class_steps(),
+        "trl-1": trl_steps(),
+        "trl-2": trl_steps(),
+    }
+    for name, states in chains.items():
         for step, state in states.items():
             assert described(state) == CHAINS[name, step]["tensors"]
 
 
 def test_golden_files_are_small() -> None:
-    assert sum(path.stat().st_size for path in golden_files(GOLDEN).values()) < 200_000
+    assert sum(path.stat().st_size for path in golden_files(GOLDEN).values()) < 300_000
 
 
 def test_writers_write_what_they_wrote(tmp_path: Path) -> None:
@@ -165,12 +210,13 @@ def test_writers_write_what_they_wrote(tmp_path: Path) -> None:
     for name, path in old.items():
         if path.read_bytes() != new[name].read_bytes():
             # The codec's bytes may be others in another version of it; what they say may not.
-            assert read_metadata(path)["encoding"] == "ulp", name
+            assert read_metadata(path)["encoding"] in ("ulp", "ulp_ctx"), name
             assert without_digests(path) == without_digests(new[name])
     out = tmp_path / "out.safetensors"
     apply_delta(new["ulp.safetensors"], BASE, out)
     assert read_tensors(out) == read_tensors(RESULT)
-    assert verify_bucket(open_bucket(str(tmp_path / "chain")), level="rebuild").ok
+    for name in ("chain", "classes"):
+        assert verify_bucket(open_bucket(str(tmp_path / name)), level="rebuild").ok
 
 
 def golden_files(directory: Path) -> dict[str, Path]:

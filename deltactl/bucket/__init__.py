@@ -1,4 +1,4 @@
-"""Where chains live. ``open_bucket`` takes a directory today; other stores come by URL scheme."""
+"""Where chains live: a directory, or what a URL's scheme names."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.bucket.retrying import RetryingBucket
 from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import UsageError
-from deltactl.core.store import Bucket
+from deltactl.core.store import Bucket, refuse_secret
 
 _LOCAL_JOBS = 16  # on a network file system it is latency that is waited for
+_HUB_JOBS = 16
 
 
 def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = None) -> Bucket:
     """The bucket at ``url``; it need not exist yet.
 
     ``jobs``: requests to make at once, by default what suits the store. ``limit_rate``: bytes a
-    second, of all transfers together. Raises UsageError for an unknown scheme.
+    second, of all transfers together. Raises UsageError for an unknown scheme, for a password in
+    the address, and for a limit that the store's client cannot keep.
     """
+    refuse_secret(url)
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url:
         raise UsageError("the bucket has no name")
@@ -28,12 +32,32 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
         return LocalBucket(Path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "file":
         return LocalBucket(_local_path(url), jobs or _LOCAL_JOBS, throttle)
+    if scheme[1].lower() == "hf":
+        return _remote(_open_hub(url, jobs or _HUB_JOBS, limit_rate))
+    if scheme[1].lower() in ("s3", "gs", "az"):
+        from deltactl.bucket.stores import open_objects
+
+        return _remote(open_objects(url, jobs, throttle))
     raise UsageError(
         "unknown kind of bucket",
         file=url,
-        expected="a directory, or file://",
+        expected="a directory, file://, hf://buckets/, s3://, gs:// or az://",
         found=f"{scheme[1]}://",
     )
+
+
+def _open_hub(url: str, jobs: int, limit_rate: int | None) -> Bucket:
+    if limit_rate is not None:
+        what = "the rate of transfers with the Hub cannot be limited: its client, Xet, has no limit"
+        raise UsageError(what, hint="leave the limit out")
+    from deltactl.bucket.hub import HubBucket  # slow to import
+
+    return HubBucket(url, jobs)
+
+
+def _remote(bucket: Bucket) -> Bucket:
+    """A bucket behind a network, as every such scheme of ``open_bucket`` gives it."""
+    return RetryingBucket(bucket)
 
 
 def _local_path(url: str) -> Path:

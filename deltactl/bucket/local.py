@@ -7,11 +7,12 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO
 
+from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
-from deltactl.core.errors import NotAllowed, NotFound, Transient, UsageError
+from deltactl.core.errors import NotAllowed, NotFound, Transient
 from deltactl.core.files import copy_file, rename_new, sync_directory, temporary_file
 from deltactl.core.store import Object
 
@@ -57,10 +58,7 @@ class LocalBucket:
                 yield Object(path.relative_to(self._root).as_posix(), found.st_size)
 
     def _place(self, name: str) -> Path:
-        parts = PurePosixPath(name).parts
-        if not parts or {"/", ".."} & set(parts) or "/".join(parts) != name or "\0" in name:
-            raise UsageError("no plain name of an object", file=name)
-        return self._root / name
+        return self._root / check_name(name)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         place = self._place(name)

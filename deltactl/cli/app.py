@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn, get_args
 
@@ -16,6 +18,7 @@ from deltactl.cli import exits
 from deltactl.cli.apply import apply
 from deltactl.cli.bench import bench
 from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
+from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
 from deltactl.cli.diff import diff
 from deltactl.cli.log import log
@@ -27,6 +30,7 @@ from deltactl.cli.show import show
 from deltactl.cli.stats import stats
 from deltactl.cli.verify import verify
 from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.core.store import refuse_secret
 
 NAME = "deltactl"
 
@@ -49,6 +53,7 @@ class Root(TyperGroup):
             _prepare_completion()
         out = Output()
         try:
+            _refuse_secrets(out, args)
             code = super().main(
                 args, prog_name=NAME, complete_var=VARIABLE, standalone_mode=False, obj=out, **extra
             )
@@ -77,8 +82,8 @@ ENVIRONMENT = {
     "DELTACTL_CACHE": "Where push keeps the tips of chains; by default deltactl below "
     "XDG_CACHE_HOME or ~/.cache.",
     "NO_COLOR": "If set and not empty, no colour, bold or dim text is printed.",
-    "TMPDIR": "Where deltas and anchors are made ready, and what bench makes; by default the "
-    "system's place for that.",
+    "TMPDIR": "Where deltas and anchors are made ready, and where verify and copy put what they "
+    "fetch, and bench what it makes; by default the system's place for that.",
 }
 """Variables that change what commands do; the manual's table."""
 
@@ -91,7 +96,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for function in (diff, apply, push, pull, verify, log, show, stats, bench, demo):
+for function in (diff, apply, push, pull, copy, verify, log, show, stats, bench, demo):
     app.command(cls=Verb)(function)
 
 
@@ -147,6 +152,16 @@ def _prepare_completion() -> None:
     _completion_classes.completion_init()
 
 
+def _refuse_secrets(out: Output, args: Sequence[str]) -> None:
+    """Refuse passwords before anything looks at the words, and might repeat them."""
+    try:
+        for word in args:
+            refuse_secret(word)
+    except UsageError:
+        out.configure(json="--json" in args, quiet=False)
+        raise
+
+
 def _failed(out: Output, error: DeltactlError | OSError | MemoryError, verb: str) -> int:
     known = error if isinstance(error, DeltactlError) else exits.from_system(error)
     if isinstance(known, UsageError) and known.hint is None:
@@ -186,4 +201,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code and threading.active_count() > 1:
+            _leave(end.code)
+        raise
+
+
+def _leave(code: Any) -> NoReturn:
+    """End while requests still hang, which an orderly end might wait for, or trip over."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    os._exit(code if isinstance(code, int) else exits.FAILED)

@@ -10,7 +10,7 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.exits import UNSOUND
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, Json, Quiet, output
+from deltactl.cli.options import Bucket, Jobs, Json, Quiet, output
 from deltactl.core.errors import NotFound
 
 if TYPE_CHECKING:
@@ -25,12 +25,20 @@ if TYPE_CHECKING:
         "base_state, result_state, encoding, dialect, name; null for what is not known",
         "problems": "objects that look like links and are none: step, file, tensor, what, "
         "expected, found",
+        "bytes_read": "how much of the bucket was read",
+        "requests": "in how many requests, the listing counted as one",
     },
     exits=[3, 4, 5, 10],
     exit_3="an object that should be a link is none",
     examples=["deltactl log /mnt/chain", "deltactl log /mnt/chain --json | jq .tip"],
 )
-def log(ctx: typer.Context, bucket: Bucket, json: Json = False, quiet: Quiet = False) -> None:
+def log(
+    ctx: typer.Context,
+    bucket: Bucket,
+    jobs: Jobs = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """List the links of a chain, oldest first.
 
     Only headers are read; deltactl verify tells whether the links hold together. An anchor's step
@@ -41,7 +49,7 @@ def log(ctx: typer.Context, bucket: Bucket, json: Json = False, quiet: Quiet = F
     from deltactl.bucket import open_bucket
     from deltactl.core.chain import read_chain
 
-    chain = read_chain(open_bucket(bucket))
+    chain = read_chain(open_bucket(bucket, jobs=jobs))
     if not chain.links and not chain.problems:
         raise NotFound(
             "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {bucket}"
@@ -51,6 +59,8 @@ def log(ctx: typer.Context, bucket: Bucket, json: Json = False, quiet: Quiet = F
         "tip": chain.tip,
         "links": [_document(link) for link in chain.links],
         "problems": [problem.facts() for problem in chain.problems],
+        "bytes_read": chain.bytes_read,
+        "requests": chain.requests,
     }
     screen.result(document, lambda: _lines(chain))
     if chain.problems:
@@ -92,3 +102,4 @@ def _lines(chain: Chain) -> Iterable[str]:
     total = text.size(sum(link.bytes for link in chain.links))
     tip = "no step can be rebuilt" if chain.tip is None else f"tip: step {chain.tip}"
     yield f"{text.plural(len(rows), 'link')}, {total}; {tip}"
+    yield text.read(chain.bytes_read, chain.requests)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -13,15 +14,51 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from deltactl.cli.output import Output
-from deltactl.cli.text import parse_rate
 from deltactl.core.errors import UsageError
 
 EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx", "auto"]
 BANDWIDTH = "1G"
 STDIO = Path("-")
 
-Bucket = Annotated[
-    str, typer.Argument(metavar="BUCKET", help="Where the chain lives: a local directory.")
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def rate(text: str) -> int:
+    """Bytes a second, as ``10M`` or ``1.5G``; the units are decimal, as in all that is printed."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kMG]?)", text)
+    found = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not found:
+        raise typer.BadParameter(f"{text!r} is no rate: bytes a second, as 500k, 10M or 1.5G")
+    return found
+
+
+WHERE = (
+    "a directory, hf://buckets/NAMESPACE/NAME[/PREFIX], s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX] "
+    "or az://CONTAINER[/PREFIX]"
+)
+"""The addresses that buckets have."""
+
+Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help=f"Where the chain lives: {WHERE}.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        metavar="N",
+        min=1,
+        help="Requests to make at once; by default what suits the store.",
+        show_default=False,
+    ),
+]
+LimitRate = Annotated[
+    int | None,
+    typer.Option(
+        "--limit-rate",
+        metavar="RATE",
+        parser=rate,
+        help="Bytes a second to transfer at most, all requests together, as 500k, 10M or 1.5G "
+        "(k is 1000). What is read in place, from a directory, is not held up.",
+        show_default=False,
+    ),
 ]
 Encoding = Annotated[
     EncodingName,
@@ -34,11 +71,12 @@ Encoding = Annotated[
     ),
 ]
 Bandwidth = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         "--bandwidth",
         metavar="RATE",
-        help="For --encoding auto: bytes a second between the two sides, such as 100M. "
+        parser=rate,
+        help="For --encoding auto: bytes a second between the two sides, as 500k, 10M or 1.5G. "
         f"Default: {BANDWIDTH}.",
         show_default=False,
     ),
@@ -58,11 +96,11 @@ def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
     return out
 
 
-def bandwidth_of(encoding: EncodingName, bandwidth: str | None) -> float:
+def bandwidth_of(encoding: EncodingName, bandwidth: int | None) -> int:
     """Bytes a second that ``--encoding auto`` is to count on. Raises UsageError."""
     if bandwidth is not None and encoding != "auto":
         raise UsageError("--bandwidth is for --encoding auto", found=f"--encoding {encoding}")
-    return parse_rate(bandwidth or BANDWIDTH)
+    return bandwidth or rate(BANDWIDTH)
 
 
 def is_delta(word: str) -> bool:

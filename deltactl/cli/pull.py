@@ -10,7 +10,7 @@ import typer
 
 from deltactl.cli import text
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, Json, Quiet, output
+from deltactl.cli.options import Bucket, Jobs, Json, LimitRate, Quiet, output
 
 if TYPE_CHECKING:
     from deltactl.core.pull import PullReport
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     keys={
         "step": "the step that DEST holds now",
         "state": "its state digest",
-        "bytes_fetched": "size of the links that were fetched",
+        "bytes_fetched": "how much was fetched this time",
+        "bytes_resumed": "how much an earlier pull, that came to no end, had fetched and this one "
+        "used",
         "links": "how many they were",
         "from_step": "the step that DEST held before and that was built on; null if none",
         "written": "false if DEST held the step already",
@@ -45,6 +47,8 @@ def pull(
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="The step; by default the tip.")
     ] = None,
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -53,13 +57,21 @@ def pull(
     If DEST holds an earlier step of the chain only what is missing is fetched. The result, a
     Hugging Face directory, is compared with the chain's digest before it takes DEST's place in one
     step.
+
+    A pull that is killed, interrupted or cut off goes on where it was when it is repeated: what it
+    has fetched is kept beside DEST, in .DEST.deltactl-download, and checked again.
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
     from deltactl.core.pull import pull as rebuild
 
     with screen.progress() as progress:
-        report = rebuild(open_bucket(bucket), dest, step=step, progress=progress)
+        report = rebuild(
+            open_bucket(bucket, jobs=jobs, limit_rate=limit_rate),
+            dest,
+            step=step,
+            progress=progress,
+        )
     if report.newer:
         steps = ", ".join(map(str, report.newer))
         screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {bucket}")
@@ -69,6 +81,7 @@ def pull(
         "step": report.step,
         "state": report.state,
         "bytes_fetched": report.bytes_fetched,
+        "bytes_resumed": report.bytes_resumed,
         "links": report.links,
         "from_step": report.from_step,
         "written": report.written,
@@ -85,5 +98,7 @@ def _lines(report: PullReport, dest: Path) -> Iterable[str]:
     else:
         since = "" if report.from_step is None else f" from step {report.from_step}"
         fetched = f"{text.plural(report.links, 'link')}, {text.size(report.bytes_fetched)}"
+        if report.bytes_resumed:
+            fetched += f", {text.size(report.bytes_resumed)} from an earlier pull"
         yield f"pulled step {report.step}{since}: {fetched}"
     yield from text.pairs([("state", report.state), ("output", dest)])

@@ -16,7 +16,9 @@ from deltactl.cli.options import (
     Bucket,
     DryRun,
     Encoding,
+    Jobs,
     Json,
+    LimitRate,
     Quiet,
     bandwidth_of,
     delta_file,
@@ -87,6 +89,8 @@ def push(
     ] = None,
     encoding: Encoding = "ulp",
     bandwidth: Bandwidth = None,
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
     dry_run: DryRun = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -106,7 +110,7 @@ def push(
     with delta_file(source) as file, screen.progress() as progress:
         report = publish(
             file,
-            open_bucket(bucket),
+            open_bucket(bucket, jobs=jobs, limit_rate=limit_rate),
             step=step,
             anchor_every=anchor_every,
             base=base,

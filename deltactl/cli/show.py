@@ -11,7 +11,7 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.diff import record_document
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, bucket_and_step, delta_file, is_delta, output
+from deltactl.cli.options import Jobs, Json, Quiet, bucket_and_step, delta_file, is_delta, output
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
         "links[].metadata": "the header's other keys, as strings",
         "links[].tensors": "of a delta as those of deltactl diff; of an anchor: name, dtype, "
         "shape, digest",
+        "bytes_read": "size of the headers that were read: the file's, or of all the chain's links",
+        "requests": "in how many requests to the bucket, the listing counted as one",
     },
     exits=[3, 4, 5, 10],
     examples=["deltactl show step_11.delta", "deltactl show /mnt/chain@11 --json"],
@@ -39,6 +41,7 @@ def show(
             metavar="DELTA|BUCKET@STEP", help="A delta file (- is stdin), or a step of a chain."
         ),
     ],
+    jobs: Jobs = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,19 +50,20 @@ def show(
     Payloads are not read; deltactl verify does that.
     """
     screen = output(ctx, json=json, quiet=quiet)
-    links = _delta(Path(target)) if is_delta(target) else _links(target)
-    screen.result({"links": links}, lambda: _lines(links))
+    document = _delta(Path(target)) if is_delta(target) else _step(target, jobs)
+    screen.result(document, lambda: _lines(document))
 
 
-def _delta(path: Path) -> list[dict[str, Any]]:
+def _delta(path: Path) -> dict[str, Any]:
     from deltactl.core.delta import open_delta
 
     with delta_file(path) as file:
         header = open_delta(file).header
-    return [_of_delta(header, str(path), header.nbytes, header.step)]
+    links = [_of_delta(header, str(path), header.nbytes, header.step)]
+    return {"links": links, "bytes_read": header.payload_start, "requests": 0}
 
 
-def _links(target: str) -> list[dict[str, Any]]:
+def _step(target: str, jobs: int | None) -> dict[str, Any]:
     named = bucket_and_step(target)
     if named is None:
         what = "neither a delta file nor a step of a chain"
@@ -69,15 +73,16 @@ def _links(target: str) -> list[dict[str, Any]]:
     from deltactl.core.chain import read_chain
 
     bucket, step = named
-    chain = read_chain(open_bucket(bucket))
+    chain = read_chain(open_bucket(bucket, jobs=jobs))
     if not chain.links_at(step):
         chain.path(step)  # raises, with what is there instead
-    return [
+    links = [
         _of_anchor(link.header, link.name, link.bytes, step)
         if isinstance(link.header, AnchorHeader)
         else _of_delta(link.header, link.name, link.bytes, step)
         for link in chain.links_at(step)
     ]
+    return {"links": links, "bytes_read": chain.bytes_read, "requests": chain.requests}
 
 
 def _of_delta(header: DeltaHeader, file: str, size: int, step: int | None) -> dict[str, Any]:
@@ -127,13 +132,16 @@ def _rest(metadata: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in metadata.items() if key not in tables}
 
 
-def _lines(links: list[dict[str, Any]]) -> Iterable[str]:
-    for number, link in enumerate(links):
+def _lines(document: dict[str, Any]) -> Iterable[str]:
+    for number, link in enumerate(document["links"]):
         if number:
             yield ""
         yield from _header_lines(link)
         yield ""
         yield from _anchor_table(link) if link["kind"] == "anchor" else _delta_table(link)
+    if document["requests"]:
+        yield ""
+        yield text.read(document["bytes_read"], document["requests"])
 
 
 def _header_lines(link: dict[str, Any]) -> Iterable[str]:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from math import inf
-
-from deltactl.core.errors import UsageError
-
-_SUFFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def count(number: int | None) -> str:
@@ -52,6 +47,11 @@ def short(digest: str | None) -> str:
 def plural(number: int, noun: str) -> str:
     """``1 link``, ``2 links``, ``1,000 links``."""
     return f"{count(number)} {noun}{'' if number == 1 else 's'}"
+
+
+def read(size_in_bytes: int, requests: int) -> str:
+    """How much a command read of a bucket: ``read 12.3 kB in 7 requests``."""
+    return f"read {size(size_in_bytes)} in {plural(requests, 'request')}"
 
 
 def shape(dims: Sequence[int] | None) -> str:
@@ -100,13 +100,3 @@ def bandwidth(bits_per_second: float) -> str:
     """A rate in bits: ``100 Mbit/s``, ``2.5 Gbit/s``."""
     giga = bits_per_second >= 1e9
     return f"{bits_per_second / (1e9 if giga else 1e6):,g} {'G' if giga else 'M'}bit/s"
-
-
-def parse_rate(word: str) -> float:
-    """Bytes a second from ``100M``, ``1.5G``, ``250000``; units are decimal. Raises UsageError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMGT]?)", word, re.ASCII)
-    rate = float(match[1]) * _SUFFIXES[match[2]] if match else 0.0
-    if not 0 < rate < inf:
-        expected = "bytes a second above 0, such as 100M or 1.5G"
-        raise UsageError("not a rate", expected=expected, found=word)
-    return rate

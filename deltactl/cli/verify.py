@@ -11,7 +11,7 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.exits import UNSOUND
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, delta_file, is_delta, output
+from deltactl.cli.options import Jobs, Json, LimitRate, Quiet, delta_file, is_delta, output
 from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ Level = Literal["links", "data", "rebuild"]
         "errors": "what is wrong: step, file, tensor, what, expected, found; null if not known",
         "unproven": "what could not be proven for want of a digest; keys as those of errors",
         "bytes_read": "how much was read",
+        "requests": "in how many requests to the bucket, the listing counted as one; what is read "
+        "in place takes none",
     },
     exits=[3, 4, 5, 10],
     exit_3="something is wrong, or unproven and --accept-unproven was not given",
@@ -73,6 +75,8 @@ def verify(
             "--accept-unproven", help="Accept links without digests, such as those that TRL wrote."
         ),
     ] = False,
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -94,7 +98,11 @@ def verify(
             from deltactl.core.verify import verify_bucket
 
             report = verify_bucket(
-                open_bucket(target), level=level, step=step, against=against, progress=progress
+                open_bucket(target, jobs=jobs, limit_rate=limit_rate),
+                level=level,
+                step=step,
+                against=against,
+                progress=progress,
             )
     document = {
         "ok": report.ok,
@@ -104,6 +112,7 @@ def verify(
         "errors": report.errors,
         "unproven": report.unproven,
         "bytes_read": report.bytes_read,
+        "requests": report.requests,
     }
     screen.result(document, lambda: _lines(report))
     for fault in report.errors:
@@ -120,7 +129,10 @@ def _as_error(facts: dict[str, Any]) -> DeltactlError:
 
 def _lines(report: VerifyReport) -> Iterable[str]:
     looked = f"{text.plural(report.links, 'link')}, {text.plural(report.steps, 'step')}"
-    yield f"looked at {looked}, {text.size(report.bytes_read)} read (level {report.level})"
+    read = f"{text.size(report.bytes_read)} read"
+    if report.level == "links" and report.requests:
+        read += f" in {text.plural(report.requests, 'request')}"
+    yield f"looked at {looked}, {read} (level {report.level})"
     unproven = f", {len(report.unproven)} unproven" if report.unproven else ""
     if report.ok:
         yield f"nothing is wrong{unproven}"

@@ -51,15 +51,23 @@ def check_file(path: Path, file: AnchorFile, anchor: Link) -> None:
     except DeltactlError as error:
         error.file, error.step = name, anchor.step
         raise
-    if found != file.digest:
-        whose = "shard's header" if file.is_shard else "file"
-        raise Malformed(
-            f"the {whose} does not have the digest that the anchor's index names",
-            file=name,
-            step=anchor.step,
-            expected=file.digest,
-            found=found,
-        )
+    fault = digest_fault(anchor, file, found)
+    if fault is not None:
+        raise fault
+
+
+def digest_fault(anchor: Link, file: AnchorFile, found: str) -> Malformed | None:
+    """The error for a file of an anchor, of a shard its header, if it has another digest."""
+    if found == file.digest:
+        return None
+    whose = "shard's header" if file.is_shard else "file"
+    return Malformed(
+        f"the {whose} does not have the digest that the anchor's index names",
+        file=anchor.name.removesuffix(INDEX) + file.name,
+        step=anchor.step,
+        expected=file.digest,
+        found=found,
+    )
 
 
 def tensor_faults(checkpoint: Checkpoint, anchor: Link) -> list[DeltactlError]:
@@ -73,17 +81,30 @@ def tensor_faults(checkpoint: Checkpoint, anchor: Link) -> list[DeltactlError]:
     expected = {tensor.name: tensor for tensor in header.tensors}
     found = {tensor.name: tensor for tensor in tensor_states(checkpoint)}
     return [
-        Malformed(
-            "the tensor does not have the digest that the anchor names",
-            file=_home(checkpoint, name, anchor.name),
-            tensor=name,
-            step=anchor.step,
-            expected=_describe(expected.get(name)),
-            found=_describe(found.get(name)),
+        tensor_fault(
+            anchor,
+            _home(checkpoint, name, anchor.name),
+            name,
+            expected.get(name),
+            found.get(name),
         )
         for name in sorted(expected.keys() | found.keys(), key=utf8)
         if expected.get(name) != found.get(name)
     ]
+
+
+def tensor_fault(
+    anchor: Link, file: str, tensor: str, expected: TensorState | None, found: TensorState | None
+) -> Malformed:
+    """The error for a tensor, in an anchor's object ``file``, that is not what it should be."""
+    return Malformed(
+        "the tensor does not have the digest that the anchor names",
+        file=file,
+        tensor=tensor,
+        step=anchor.step,
+        expected=_describe(expected),
+        found=_describe(found),
+    )
 
 
 def _home(checkpoint: Checkpoint, tensor: str, anchor: str) -> str:

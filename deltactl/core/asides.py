@@ -34,10 +34,11 @@ _ATTEMPTS = 8
 
 def aside(path: Path, what: str) -> Path:
     """A name beside ``path`` that nothing has."""
-    return path.with_name(f".{_stem(path)}.{_host()}.{secrets.token_hex(4)}.{what}.tmp")
+    return path.with_name(f".{stem(path)}.{_host()}.{secrets.token_hex(4)}.{what}.tmp")
 
 
-def _stem(path: Path) -> str:
+def stem(path: Path) -> str:
+    """What the names of things beside ``path`` have of its own: never too long for one."""
     raw = os.fsencode(path.name)
     return path.name if len(raw) <= _LONGEST_STEM else hashlib.blake2s(raw).hexdigest()
 
@@ -70,7 +71,7 @@ def held_aside(path: Path, what: str, make: Callable[[Path], int]) -> Iterator[t
                 raise
             continue
         try:
-            if _take(fd, name) is False and attempt < _ATTEMPTS:
+            if lock_now(fd, name) is False and attempt < _ATTEMPTS:
                 continue
             yield name, fd
             return
@@ -83,13 +84,13 @@ def lock_held(path: Path) -> Iterator[None]:
     """Hold the lock of a directory that gets an aside's name, where there are such locks."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        _take(fd, path)
+        lock_now(fd, path)
         yield
     finally:
         os.close(fd)
 
 
-def _take(fd: int, name: Path) -> bool | None:
+def lock_now(fd: int, name: Path) -> bool | None:
     """Lock what ``fd`` is; False if somebody has it, or has removed it; None: no locks here."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,7 +109,7 @@ def recover(path: Path) -> None:
     gets its name back. Errors are for the next one who comes: nothing here is needed for
     correctness.
     """
-    pattern = rf"\.{re.escape(_stem(path))}\.{_host()}\.[0-9a-f]{{8}}\.({NEW}|{OLD})\.tmp"
+    pattern = rf"\.{re.escape(stem(path))}\.{_host()}\.[0-9a-f]{{8}}\.({NEW}|{OLD})\.tmp"
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(path.parent) if re.fullmatch(pattern, name)]
         for name in sorted(names, reverse=True):  # any "old" is dealt with either way
@@ -119,7 +120,7 @@ def recover(path: Path) -> None:
 def _clear(name: Path, path: Path) -> None:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if not _take(fd, name):
+        if not lock_now(fd, name):
             return
         if name.name.endswith(f".{OLD}.tmp") and not os.path.lexists(path):
             os.rename(name, path)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Container, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
 from deltactl.core.anchor import INDEX, AnchorHeader, parse_anchor, parse_anchor_index
+from deltactl.core.crew import map_requests
 from deltactl.core.delta import DeltaHeader, parse_delta
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.core.header import utf8
-from deltactl.core.safetensors_io import Header, header_length, parse_header
+from deltactl.core.header_reader import HeaderReader
 from deltactl.core.store import Bucket, Object
 
 _NAME = re.compile(r"(?P<kind>delta|anchor)s/step_(?P<step>\d{6,18})(?:\.safetensors|/.+)")
-_HEAD = 1 << 16  # bytes that are asked for first: most headers fit
 
 
 def delta_name(step: int) -> str:
@@ -83,9 +82,10 @@ class Link:
 class Chain:
     """The links of a bucket, in order of step, a step's delta before its anchor.
 
-    ``problems``: objects with a link's name that are none. ``bytes_read``: by reading the headers.
-    ``all_steps``: the steps that the bucket has objects for, sound or not. ``starts``: the anchors
-    that can be rebuilt from, by step; not those that contradict the deltas which lead to them.
+    ``problems``: objects with a link's name that are none. ``bytes_read``, ``requests``: what it
+    took to read the headers; the bucket's listing is one request. ``all_steps``: the steps that the
+    bucket has objects for, sound or not. ``starts``: the anchors that can be rebuilt from, by step;
+    not those that contradict the deltas which lead to them.
     """
 
     def __init__(
@@ -94,10 +94,12 @@ class Chain:
         problems: Iterable[DeltactlError] = (),
         bytes_read: int = 0,
         url: str = "",
+        requests: int = 0,
     ) -> None:
         self.links = tuple(sorted(links, key=lambda link: (link.step, link.kind == "anchor")))
         self.problems = tuple(problems)
         self.bytes_read = bytes_read
+        self.requests = requests
         self.url = url
         self.deltas = {link.step: link for link in self.links if link.kind == "delta"}
         self.anchors = {link.step: link for link in self.links if link.kind == "anchor"}
@@ -227,20 +229,15 @@ def read_chain(bucket: Bucket) -> Chain:
     What is wrong with single links is in ``problems``; they are left out of ``links``.
     """
     candidates = _candidates(bucket.list())
-    with ThreadPoolExecutor(bucket.jobs) as pool:
-        read = list(pool.map(lambda c: _read_link(bucket, *c), candidates))
-    links: list[Link] = []
-    problems: list[DeltactlError] = []
-    for outcome, _ in read:
-        if isinstance(outcome, Link):
-            links.append(outcome)
-        else:
-            problems.append(outcome)
+    reader = HeaderReader(bucket)
+    found = map_requests(lambda c: _read_link(reader, *c), candidates, bucket.jobs)
+    links = [outcome for outcome in found if isinstance(outcome, Link)]
+    problems = [outcome for outcome in found if isinstance(outcome, DeltactlError)]
     problems += _twice(links)
     torn = _incomplete(links)
     links = [link for link in links if link.name not in torn]
     problems += torn.values()
-    return Chain(links, problems, sum(count for _, count in read), bucket.url)
+    return Chain(links, problems, reader.bytes_read, bucket.url, 1 + reader.requests)
 
 
 _Candidate = tuple[str, int, str, tuple[Object, ...]]
@@ -272,21 +269,17 @@ def _candidates(objects: Iterable[Object]) -> list[_Candidate]:
 
 
 def _read_link(
-    bucket: Bucket, kind: str, step: int, name: str, objects: tuple[Object, ...]
-) -> tuple[Link | DeltactlError, int]:
-    """The link or what is wrong with it, and the bytes read."""
+    reader: HeaderReader, kind: str, step: int, name: str, objects: tuple[Object, ...]
+) -> Link | DeltactlError:
+    """The link, or what is wrong with it."""
     size = next(item.size for item in objects if item.name == name)
-    count = 0
     try:
         header: DeltaHeader | AnchorHeader
         if name.endswith(INDEX):
-            raw = bucket.read(name, 0, size)
-            count = len(raw)
-            header = parse_anchor_index(raw, name)
+            header = parse_anchor_index(reader.whole(name, size), name)
             objects = _anchor_objects(header, objects, name, step)
         else:
-            parsed = read_remote_header(bucket, name, size)
-            count = len(parsed.raw)
+            parsed = reader.header(kind, name, size)
             header = (parse_delta if kind == "delta" else parse_anchor)(parsed, name)
         if header.step is not None and header.step != step:
             what = "the link's header names another step than its file's name"
@@ -295,18 +288,9 @@ def _read_link(
         raise  # says nothing about the link
     except DeltactlError as error:
         error.step = step
-        return error, count
+        return error
     total = sum(item.size for item in objects)
-    return Link(step, kind, name, total, header, objects), count
-
-
-def read_remote_header(bucket: Bucket, name: str, size: int) -> Header:
-    """A safetensors header by range: one request for most, two for long ones."""
-    raw = bucket.read(name, 0, min(_HEAD, size))
-    length = min(header_length(raw, name), size)
-    if len(raw) < length:
-        raw += bucket.read(name, len(raw), length)
-    return parse_header(raw[:length], size, name)
+    return Link(step, kind, name, total, header, objects)
 
 
 def _anchor_objects(

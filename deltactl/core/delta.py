@@ -53,6 +53,11 @@ class DeltaHeader:
     _keys: dict[str, dict[str, str]] = field(repr=False)
 
     @property
+    def payload_start(self) -> int:
+        """Where the header ends: its bytes, and the payload's offset."""
+        return self.nbytes - sum(record.nbytes for record in self.records.values())
+
+    @property
     def changed_elements(self) -> int:
         """Elements whose bits change, those of added tensors included."""
         return sum(record.changed for record in self.records.values())
@@ -149,6 +154,12 @@ def _parse_trl(header: Header, file: object) -> DeltaHeader:
     )
 
 
+def payload_fault(file: object, expected: str, found: str) -> Malformed:
+    """The error for a payload that has another digest."""
+    what = "the payload does not have the digest that the header names"
+    return Malformed(what, file=file, expected=expected, found=found)
+
+
 class Delta:
     """A delta with its payload mapped."""
 
@@ -178,12 +189,7 @@ class Delta:
         for at in range(0, payload.size, 1 << 20):
             digest.update(payload[at : at + (1 << 20)])
         if digest.hexdigest() != expected:
-            raise Malformed(
-                "the payload does not have the digest that the header names",
-                file=self.path,
-                expected=expected,
-                found=digest.hexdigest(),
-            )
+            raise payload_fault(self.path, expected, digest.hexdigest())
 
     def whole(self, name: str) -> Bytes:
         """All bytes, shape (n,), of a tensor that is carried whole."""

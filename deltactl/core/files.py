@@ -24,6 +24,7 @@ __all__ = [
     "Spool",
     "atomic_directory",
     "atomic_file",
+    "check_exchangeable",
     "copy_file",
     "recover",
     "remove",
@@ -91,7 +92,7 @@ def temporary_directory(path: Path) -> Iterator[Path]:
             remove(name)
 
 
-def _check_exchangeable(path: Path) -> None:
+def check_exchangeable(path: Path) -> None:
     """Raise UsageError for a directory that the system does not give up, or that this process, and
     the shell it came from, stand in: they would stay behind in the old one."""
     if path.is_mount():
@@ -145,7 +146,7 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     one is removed and the old one stays. Files put into it must have been synced by who wrote them.
     """
     path = path.resolve()  # the directory behind a symbolic link, not the link
-    _check_exchangeable(path)
+    check_exchangeable(path)
     with temporary_directory(path) as temporary:
         yield temporary
         for directory, _, _ in os.walk(temporary):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.anchor import INDEX
+from deltactl.core.anchor import INDEX, AnchorFile
 from deltactl.core.anchor_check import (
     anchor_files,
     aux_files,
@@ -22,10 +22,13 @@ from deltactl.core.apply import carry_over, prove
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
+from deltactl.core.downloads import discard_downloads
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.fetching import Fetched, fetched
 from deltactl.core.files import (
     atomic_directory,
     atomic_file,
+    check_exchangeable,
     copy_file,
     recover,
     temporary_directory,
@@ -36,6 +39,8 @@ from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress, silent
 from deltactl.core.rebuild import write_directory
 from deltactl.core.store import Bucket
+from deltactl.core.stream_check import FileChecker
+from deltactl.core.transfer import Tally, Wanted, transfer
 
 MARKER = ".deltactl.json"
 """A file that pull leaves in what it wrote: bucket, step and state. Its word is never taken for the
@@ -47,13 +52,15 @@ _OUR_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 @dataclass(frozen=True, slots=True)
 class PullReport:
     """What ``pull`` did. ``bytes_fetched``: of links, headers read on the way not counted;
-    ``from_step``: the step that the directory held and that was built on; ``written``: False where
+    ``bytes_resumed``: what an earlier run had fetched already, and this one used; ``from_step``:
+    the step that the directory held and that was built on; ``written``: False where
     it held the wanted one; ``proven``: False where no digest says what the result should be
     (TRL's); ``newer``: steps above that are in the bucket and cannot be rebuilt."""
 
     step: int
     state: str
     bytes_fetched: int
+    bytes_resumed: int
     links: int
     from_step: int | None
     written: bool
@@ -75,8 +82,9 @@ def pull(
     """Make ``dest`` a Hugging Face directory of a step, the tip by default.
 
     If ``dest`` holds an earlier step of the chain only the deltas between are fetched, unless an
-    anchor is the shorter way. Nothing is visible before it is proven. Raises NotFound, Malformed,
-    and Conflict where ``dest`` holds something that is not of this chain.
+    anchor is the shorter way. Nothing is visible before it is proven. What was fetched before a
+    failure that may pass is kept beside ``dest``, and the next pull goes on with it. Raises
+    NotFound, Malformed, and Conflict where ``dest`` holds something that is not of this chain.
     """
     _check_apart(bucket, dest)
     chain = read_chain(bucket)
@@ -97,25 +105,36 @@ def materialize(
     newer = () if step is not None else tuple(s for s in chain.all_steps if s > wanted)
     held = _look(chain, dest, wanted, progress)
     if held is not None and held.step == wanted:
+        discard_downloads(dest.resolve())
         size = _mend(bucket, chain, dest, wanted)
         proven = chain.state_at(wanted) is not None
-        return PullReport(wanted, held.state, size, 0, wanted, size > 0, proven, newer)
+        return PullReport(wanted, held.state, size, 0, 0, wanted, size > 0, proven, newer)
+    check_exchangeable(dest.resolve())  # before much is fetched in vain
     anchor, deltas = _shortest(chain, held.step if held else None, wanted)
     links = [*([anchor] if anchor else []), *deltas]
     expected = chain.state_at(wanted)
-    with fetched(bucket, links, dest, progress) as places, contextlib.ExitStack() as stack:
-        opened = [_open_checked(places[link.name]) for link in deltas]
-        base = stack.enter_context(open_checkpoint(_base_place(anchor, places, dest)))
+    meter = Meter(progress, "fetching", sum(link.bytes for link in links))
+    with (
+        fetched(bucket, links, dest.resolve(), meter, keep=True) as found,
+        contextlib.ExitStack() as stack,
+    ):
+        meter.add(found.in_place)
+        opened = [_open_checked(link, found) for link in deltas]
+        place = dest if anchor is None else found.places[anchor.name]
+        base = stack.enter_context(open_checkpoint(place))
         if anchor is not None:
             aux = _aux_of(anchor, base.path)
         else:
             aux = stack.enter_context(_missing_aux(bucket, chain, dest, wanted))
-        state = _write(chain, base, anchor, opened, dest, wanted, expected, aux, progress)
+        unchecked = None if anchor is None or anchor.name in found.checked else anchor
+        state = _write(chain, base, unchecked, opened, dest, wanted, expected, aux, progress)
         more = 0 if anchor is not None else _size(aux)
+    discard_downloads(dest.resolve())
     return PullReport(
         step=wanted,
         state=state,
-        bytes_fetched=sum(link.bytes for link in links) + more,
+        bytes_fetched=found.in_place + found.tally.bytes_fetched + more,
+        bytes_resumed=found.tally.bytes_resumed,
         links=len(links),
         from_step=None if anchor or held is None else held.step,
         written=True,
@@ -214,59 +233,11 @@ def _shortest(chain: Chain, held: int | None, wanted: int) -> tuple[Link | None,
     return anchor, deltas
 
 
-@contextlib.contextmanager
-def fetched(
-    bucket: Bucket, links: Sequence[Link], near: Path, progress: Progress
-) -> Iterator[dict[str, Path]]:
-    """Where each link's file, or its directory, is while the block runs, by the link's name.
-
-    Where the bucket's objects can be mapped nothing is copied; otherwise they are fetched into a
-    directory beside ``near``, which is on the disk that the result goes to.
-    """
-    with contextlib.ExitStack() as stack:
-        places: dict[str, Path] = {}
-        meter = Meter(progress, "fetching", sum(link.bytes for link in links))
-        for link in links:
-            path = bucket.path(link.name)
-            if path is None or _has_strangers(link, path.parent):
-                fresh = stack.enter_context(temporary_directory(near))
-                path = _fetch(bucket, link, fresh, meter)
-            else:
-                meter.add(link.bytes)
-            places[link.name] = path.parent if link.name.endswith(INDEX) else path
-        yield places
-
-
-def _has_strangers(link: Link, directory: Path) -> bool:
-    """Whether weights lie in an anchor's directory that its index does not name: left by a push
-    that came to no end. They are not the anchor's, and the directory cannot be opened where it is.
-    """
-    if not link.name.endswith(INDEX):
-        return False
-    known = {item.name.rsplit("/", 1)[1] for item in link.objects}
-    return any(path.name not in known for path in directory.glob("*.safetensors"))
-
-
-def _fetch(bucket: Bucket, link: Link, directory: Path, meter: Meter) -> Path:
-    """Fetch a link's objects; returns where the one that names the link is."""
-    prefix = link.name.rsplit("/", 1)[0] + "/"
-    for item in link.objects:
-        target = directory / item.name.removeprefix(prefix)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        bucket.fetch(item.name, target)
-        meter.add(item.size)
-    return directory / link.name.removeprefix(prefix)
-
-
-def _open_checked(path: Path) -> Delta:
-    delta = open_delta(path)
-    if delta.header.payload_digest is not None:
+def _open_checked(link: Link, found: Fetched) -> Delta:
+    delta = open_delta(found.places[link.name])
+    if link.name not in found.checked and delta.header.payload_digest is not None:
         delta.check_payload()
     return delta
-
-
-def _base_place(anchor: Link | None, places: Mapping[str, Path], dest: Path) -> Path:
-    return places[anchor.name] if anchor is not None else dest
 
 
 def _write(
@@ -280,7 +251,10 @@ def _write(
     aux: Mapping[str, Path],
     progress: Progress,
 ) -> str:
-    """Write the step into ``dest``, prove it, give it its name; returns its state."""
+    """Write the step into ``dest``, prove it, give it its name; returns its state.
+
+    ``anchor``: the one that ``base`` is, if its files have not been checked yet.
+    """
     replaces = dest.exists()
     with atomic_directory(dest) as directory:
         try:
@@ -344,13 +318,24 @@ def _missing_aux(bucket: Bucket, chain: Chain, dest: Path, step: int) -> Iterato
     if anchor is None or not files:
         yield {}
         return
-    with temporary_directory(dest) as fresh:
-        for file in files:
-            target = fresh / file.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            bucket.fetch(anchor.name.removesuffix(INDEX) + file.name, target)
-            check_file(target, file, anchor)
-        yield {file.name: fresh / file.name for file in files}
+    with temporary_directory(dest.resolve()) as fresh:
+        transfer(
+            bucket,
+            [_wanted(anchor, file, fresh, number) for number, file in enumerate(files)],
+            Meter(silent, "", 0),
+            Tally(),
+        )
+        yield {file.name: fresh / "whole" / file.name for file in files}
+
+
+def _wanted(anchor: Link, file: AnchorFile, place: Path, number: int) -> Wanted:
+    return Wanted(
+        anchor.name.removesuffix(INDEX) + file.name,
+        file.nbytes,
+        target=place / "whole" / file.name,
+        partial=place / "partial" / f"{number}",
+        checker=lambda: FileChecker(anchor, file),
+    )
 
 
 def _size(files: Mapping[str, Path]) -> int:

@@ -10,12 +10,13 @@ from pathlib import Path
 from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
 from deltactl.core.chain import anchor_directory, anchor_file_name
 from deltactl.core.checkpoint import Checkpoint
+from deltactl.core.crew import map_requests
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, NotFound
 from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress
 from deltactl.core.rebuild import SINGLE, Written, write_directory, write_file
-from deltactl.core.store import Bucket
+from deltactl.core.store import Bucket, holds_bytes
 
 _PIECE = 1 << 22
 
@@ -79,10 +80,14 @@ def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[st
     _check_strangers(bucket, snapshot)
     sizes = {name: path.stat().st_size for name, path in snapshot.files.items()}
     meter = Meter(progress, "pushing", sum(sizes.values()))
-    for name, path in snapshot.files.items():
-        if not bucket.put(name, path):
-            _check_left_over(bucket, name, path, snapshot.step)
+
+    def put(name: str) -> None:
+        path = snapshot.files[name]
+        if not bucket.put(name, path) and not holds_bytes(bucket, name, path):
+            raise _other_content(bucket, name, snapshot.step)
         meter.add(sizes[name])
+
+    map_requests(put, list(sizes), bucket.jobs)
     return sizes
 
 
@@ -94,13 +99,6 @@ def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:
             ours = item.name == snapshot.name or item.name in snapshot.files
             if item.name.startswith(prefix) and not ours:
                 raise _other_content(bucket, item.name, snapshot.step)
-
-
-def _check_left_over(bucket: Bucket, name: str, path: Path, step: int) -> None:
-    with open(path, "rb") as file:
-        for at in range(0, path.stat().st_size + 1, _PIECE):
-            if bucket.read(name, at, at + _PIECE) != file.read(_PIECE):
-                raise _other_content(bucket, name, step)
 
 
 def _other_content(bucket: Bucket, name: str, step: int) -> Conflict:

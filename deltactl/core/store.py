@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from deltactl.core.errors import NotFound, UsageError
+
+_SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@]*:.*@", re.DOTALL)
+_PORT = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@:]*:\d*/[^@]*@\d+")
+
+
+def refuse_secret(word: str) -> None:
+    """Raise UsageError, which does not repeat it, for a URL that has a password in it.
+
+    Whoever lists this machine's processes, and every log, would see it. A port, and a step after
+    the last ``@``, are none.
+    """
+    if _SECRET.search(word) and not _PORT.fullmatch(word):
+        raise UsageError(
+            "an address with a password in it is not taken",
+            expected="scheme://bucket, without credentials",
+            hint="give credentials in the environment or in the store's own configuration",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +97,23 @@ class Bucket(Protocol):
     def delete(self, name: str) -> None:
         """Remove an object; no error where there is none."""
         ...
+
+
+_PIECE = 1 << 22
+
+
+def holds_bytes(bucket: Bucket, name: str, source: Path) -> bool:
+    """Whether an object has exactly the bytes of a file; False where there is no such object."""
+    with open(source, "rb") as file:
+        at = 0
+        while True:
+            piece = file.read(_PIECE)
+            try:
+                found = bucket.read(name, at, at + max(len(piece), 1))
+            except NotFound:
+                return False
+            if found != piece:
+                return False
+            if not piece:
+                return True
+            at += len(piece)

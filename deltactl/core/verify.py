@@ -12,17 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deltactl.core import trl_check
-from deltactl.core.anchor import AnchorHeader
-from deltactl.core.anchor_check import check_file, tensor_faults
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.compare import first_differences
-from deltactl.core.delta import Delta, open_delta
-from deltactl.core.errors import DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.delta import open_delta
+from deltactl.core.errors import (
+    DeltactlError,
+    Malformed,
+    NotAllowed,
+    NotFound,
+    Transient,
+    UsageError,
+)
+from deltactl.core.fetching import Fetched, batches, fetched
 from deltactl.core.link_check import doubts, link_faults, no_digests
+from deltactl.core.parallel import Meter
+from deltactl.core.payload_check import check_delta, payload_faults
 from deltactl.core.progress import Progress, silent
-from deltactl.core.pull import fetched, wanted_step
+from deltactl.core.pull import wanted_step
 from deltactl.core.replay_check import replay_faults
 from deltactl.core.store import Bucket
 from deltactl.core.trl_check import Table
@@ -37,12 +44,13 @@ Row = dict[str, Any]
 class VerifyReport:
     """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what
     nothing is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from
-    ``data`` on."""
+    ``data`` on; ``requests``: to the bucket, its listing counted as one."""
 
     level: str
     links: int = 0
     steps: int = 0
     bytes_read: int = 0
+    requests: int = 0
     errors: list[Row] = field(default_factory=list)
     unproven: list[Row] = field(default_factory=list)
 
@@ -79,24 +87,13 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
         if level == "data":
             report.bytes_read = delta.header.nbytes
             progress("verifying", 0, delta.header.nbytes)
-            _check_delta(delta)
+            check_delta(delta)
             progress("verifying", delta.header.nbytes, delta.header.nbytes)
     except NotFound:
         raise
     except DeltactlError as error:
         report.errors.append(error.facts())
     return report
-
-
-def _check_delta(delta: Delta, before: Table | None = None) -> None:
-    """Every byte of the payload against its digest; without one, that what it says is possible.
-
-    ``before``: the tensors of the step before, where they are known.
-    """
-    if delta.header.payload_digest is not None:
-        delta.check_payload()
-        return
-    trl_check.check_data(delta, before)
 
 
 def verify_bucket(
@@ -117,13 +114,11 @@ def verify_bucket(
     chain = read_chain(bucket)
     report = VerifyReport(level, links=len(chain.links) + len(chain.problems))
     report.steps = len(chain.steps)
-    report.bytes_read = chain.bytes_read
+    report.bytes_read, report.requests = chain.bytes_read, chain.requests
     tables: dict[int, Table] = {}
     broken = _verify_links(chain, tables, report)
     if level != "links":
-        broken |= _verify_data(bucket, chain, tables, report, progress)
-    if level == "rebuild":
-        _verify_rebuild(bucket, chain, broken, report, progress)
+        _verify_payloads(bucket, chain, tables, broken, report, progress)
     if against is not None:
         _verify_against(bucket, chain, step, against, report, progress)
     report.errors.sort(key=lambda row: (row["step"] is None, row["step"] or 0))
@@ -163,102 +158,95 @@ def _verify_links(chain: Chain, tables: dict[int, Table], report: VerifyReport) 
     return broken
 
 
-# Level data.
+# Levels data and rebuild.
 
 
-def _verify_data(
+def _verify_payloads(
     bucket: Bucket,
     chain: Chain,
     tables: Mapping[int, Table],
+    broken: set[str],
     report: VerifyReport,
     progress: Progress,
-) -> set[str]:
-    """Read every byte of every link; returns the names of faulty links."""
-    broken = set()
-    total, done = sum(link.bytes for link in chain.links), 0
-    for link in chain.links:
-        progress("verifying", done, total)
-        try:
-            with fetched(bucket, [link], _scratch(), silent) as places:
-                before = chain.before(link) if link.kind == "delta" else None
-                table = None if before is None else tables.get(before)
-                faults = _data_faults(link, table, places[link.name])
-        except DeltactlError as error:
-            faults = [error]
-        for fault in faults:
-            fault.step = link.step
-            report.errors.append({**fault.facts(), "file": fault.file or link.name})
-        broken |= {link.name} if faults else set()
-        done += link.bytes
-        report.bytes_read += link.bytes
+) -> None:
+    """Read every byte of every link; for ``rebuild`` also replay each run of links.
+
+    What cannot be mapped is fetched once, at most a run, or a batch of links, at a time.
+    """
+    rebuild = report.level == "rebuild"
+    meter = Meter(progress, "verifying", sum(link.bytes for link in chain.links))
+    for group in _runs(chain) if rebuild else batches(chain.links, bucket):
+        with fetched(bucket, group, _scratch(), meter, gather=True) as found:
+            broken |= _verify_data(chain, group, found, tables, report, meter)
+            if rebuild and group[0].kind == "anchor":
+                _verify_rebuild(group, found, broken, report, progress)
+        _count(report, found)
+    total = sum(link.bytes for link in chain.links)
     progress("verifying", total, total)
+
+
+def _count(report: VerifyReport, found: Fetched) -> None:
+    report.bytes_read += found.in_place + found.tally.bytes_fetched
+    report.requests += found.tally.requests
+
+
+def _verify_data(
+    chain: Chain,
+    group: Sequence[Link],
+    found: Fetched,
+    tables: Mapping[int, Table],
+    report: VerifyReport,
+    meter: Meter,
+) -> set[str]:
+    """Returns the names of faulty links."""
+    broken = set()
+    for link in group:
+        before = chain.before(link) if link.kind == "delta" else None
+        faults = payload_faults(link, found, None if before is None else tables.get(before))
+        report.errors += [fault.facts() for fault in faults]
+        broken |= {link.name} if faults else set()
+        if link.name in found.mapped:
+            meter.add(link.bytes)
     return broken
 
 
-def _data_faults(link: Link, before: Table | None, place: Path) -> list[DeltactlError]:
-    if isinstance(link.header, AnchorHeader):
-        return _anchor_data_faults(link, link.header, place)
-    try:
-        _check_delta(open_delta(place), before)
-    except DeltactlError as error:
-        error.file = link.name
-        return [error]
-    return []
-
-
-def _anchor_data_faults(link: Link, header: AnchorHeader, place: Path) -> list[DeltactlError]:
-    faults: list[DeltactlError] = []
-    for file in header.files:
-        try:
-            check_file(place / file.name, file, link)
-        except DeltactlError as error:
-            faults.append(error)
-    if any(fault.file and fault.file.endswith(".safetensors") for fault in faults):
-        return faults
-    try:
-        with open_checkpoint(place) as checkpoint:
-            faults += tensor_faults(checkpoint, link)
-    except DeltactlError as error:
-        error.file = link.name
-        faults.append(error)
-    return faults
-
-
-# Level rebuild.
-
-
 def _verify_rebuild(
-    bucket: Bucket, chain: Chain, broken: set[str], report: VerifyReport, progress: Progress
+    run: Sequence[Link],
+    found: Fetched,
+    broken: set[str],
+    report: VerifyReport,
+    progress: Progress,
 ) -> None:
-    """Replay the deltas from each anchor up to the next, and compare every tensor's digest."""
-    for run in _runs(chain):
-        sound = _sound_part(run, broken)
-        for link in run[len(sound) :]:
-            if link.name not in broken:
-                what = "the step cannot be rebuilt: it stands on a link that is faulty"
-                report.errors.append(Malformed(what, file=link.name, step=link.step).facts())
-        if len(sound) < 2:
-            continue
-        with fetched(bucket, sound, _scratch(), silent) as places:
-            try:
-                deltas = [open_delta(places[link.name]) for link in sound[1:]]
-                with open_checkpoint(places[sound[0].name]) as base:
-                    faults = replay_faults(base, deltas, progress)
-            except DeltactlError as error:
-                faults = [(None, error)]
-        for number, fault in faults:
-            link = sound[0] if number is None else sound[1 + number]
-            fault.step, fault.file = link.step, link.name
-            report.errors.append(fault.facts())
+    """Replay the deltas from an anchor up to the next, and compare every tensor's digest."""
+    sound = _sound_part(run, broken)
+    for link in run[len(sound) :]:
+        if link.name not in broken:
+            what = "the step cannot be rebuilt: it stands on a link that is faulty"
+            report.errors.append(Malformed(what, file=link.name, step=link.step).facts())
+    if len(sound) < 2:
+        return
+    try:
+        deltas = [open_delta(found.places[link.name]) for link in sound[1:]]
+        with open_checkpoint(found.places[sound[0].name]) as base:
+            faults = replay_faults(base, deltas, progress)
+    except DeltactlError as error:
+        faults = [(None, error)]
+    for number, fault in faults:
+        link = sound[0] if number is None else sound[1 + number]
+        fault.step, fault.file = link.step, link.name
+        report.errors.append(fault.facts())
 
 
 def _runs(chain: Chain) -> list[list[Link]]:
-    """Each anchor with the deltas that stand on it, up to and with the next anchor's own delta."""
+    """Each anchor with the deltas that stand on it, up to and with the next anchor's own delta.
+
+    Deltas before any anchor, a fault of level links, are a run without one.
+    """
     runs: list[list[Link]] = []
     for link in chain.links:
-        if link.kind == "anchor":
+        if link.kind == "anchor" or not runs:
             runs.append([link])
-        elif runs:  # a delta before any anchor is a fault of level links
+        else:
             runs[-1].append(link)
     return runs
 
@@ -285,11 +273,15 @@ def _verify_against(
         try:
             wanted = wanted_step(chain, step)
             anchor, links = chain.path(wanted)
-            with fetched(bucket, [anchor, *links], _scratch(), silent) as places:
-                deltas = [open_delta(places[link.name]) for link in links]
-                with open_checkpoint(places[anchor.name]) as base:
+            path = [anchor, *links]
+            meter = Meter(progress, "fetching", sum(link.bytes for link in path))
+            with fetched(bucket, path, _scratch(), meter) as found:
+                meter.add(found.in_place)
+                _count(report, found)
+                deltas = [open_delta(found.places[link.name]) for link in links]
+                with open_checkpoint(found.places[anchor.name]) as base:
                     faults = first_differences(base, deltas, other, progress)
-        except NotFound:
+        except (NotFound, NotAllowed, Transient):
             raise
         except DeltactlError as error:
             faults = [error]

@@ -200,6 +200,8 @@ def test_log_json(cli: Cli, checkpoints: Checkpoints, bucket: Path) -> None:
     assert links[1]["sparsity"] == pytest.approx(1 - 30 / 3104)
     assert links[1]["bytes"] == (bucket / links[1]["name"]).stat().st_size
     assert ran.json["tip"] == 3
+    assert ran.json["requests"] == 5
+    assert 0 < ran.json["bytes_read"] < sum(link["bytes"] for link in links)
     assert ran.json["problems"] == []
 
 
@@ -208,7 +210,8 @@ def test_log_human(cli: Cli, bucket: Path) -> None:
     assert lines[0].split() == ["step", "kind", "size", "changed", "sparsity", "base", "result"]
     assert re.match(r" +1  anchor +[\d.]+ kB +- +- +- +[0-9a-f]{12}$", lines[1])
     assert re.match(r" +2  delta +[\d.]+ kB +30 +99.03%  [0-9a-f]{12}  [0-9a-f]{12}$", lines[2])
-    assert re.match(r"4 links, [\d.]+ kB; tip: step 3$", lines[-1])
+    assert re.match(r"4 links, [\d.]+ kB; tip: step 3$", lines[-2])
+    assert re.match(r"read [\d.]+ kB in 5 requests$", lines[-1])
 
 
 def test_log_quiet(cli: Cli, bucket: Path) -> None:
@@ -243,7 +246,10 @@ def test_log_with_a_torn_link(flag: str, cli: Cli, bucket: Path) -> None:
 
 
 def test_show_delta(cli: Cli, delta: Path) -> None:
-    (link,) = cli("show", delta, "--json").json["links"]
+    found = cli("show", delta, "--json").json
+    (link,) = found["links"]
+    assert found["requests"] == 0
+    assert 8 < found["bytes_read"] < delta.stat().st_size
     assert (link["kind"], link["step"], link["encoding"]) == ("delta", 2, "ulp")
     assert link["bytes"] == delta.stat().st_size
     assert link["changed_elements"] == sum(row["changed"] for row in link["tensors"]) == 30
@@ -258,13 +264,16 @@ def test_show_delta(cli: Cli, delta: Path) -> None:
 
 
 def test_show_step(cli: Cli, bucket: Path) -> None:
-    links = cli("show", f"{bucket}@3", "--json").json["links"]
+    found = cli("show", f"{bucket}@3", "--json").json
+    links = found["links"]
+    assert (found["requests"], found["bytes_read"] > 0) == (5, True)
     assert [link["kind"] for link in links] == ["delta", "anchor"]
     assert [row["name"] for row in links[1]["tensors"]][-1] == "model.norm.weight"
     assert re.fullmatch("[0-9a-f]{64}", links[1]["tensors"][0]["digest"])
     human = cli("show", f"{bucket}@3").stdout
     assert "kind            delta" in human
     assert "kind          anchor" in human
+    assert re.search(r"^read [\d.]+ kB in 5 requests$", human, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +294,7 @@ def test_verify_json(level: str, cli: Cli, bucket: Path) -> None:
     assert (ran.code, ran.stderr) == (0, "")
     found = ran.json
     assert (found["ok"], found["level"], found["links"], found["steps"]) == (True, level, 4, 3)
+    assert found["requests"] == 5
     assert found["errors"] == found["unproven"] == []
     assert found["bytes_read"] > 0
 
@@ -294,6 +304,8 @@ def test_verify_human_and_quiet(cli: Cli, bucket: Path) -> None:
     assert (ran.code, ran.stderr) == (0, "")
     assert re.match(r"looked at 4 links, 3 steps, [\d.]+ kB read \(level data\)\n", ran.stdout)
     assert ran.stdout.endswith("nothing is wrong\n")
+    read = cli("verify", bucket, "--level", "links").stdout
+    assert re.search(r"steps, [\d.]+ kB read in 5 requests \(level links\)$", read, re.MULTILINE)
     quiet = cli("verify", bucket, "-q")
     assert (quiet.code, quiet.out, quiet.err) == (0, b"", b"")
 

@@ -17,7 +17,6 @@ from deltactl.cli import exits, options
 from deltactl.cli.app import app
 from deltactl.cli.manual import Verb
 from deltactl.cli.options import EncodingName
-from deltactl.cli.text import parse_rate
 from deltactl.cli.verify import Level
 from deltactl.core.advice import AUTO, BANDWIDTH
 from deltactl.core.encoding import DEFAULT, ENCODINGS
@@ -41,11 +40,11 @@ HEAVY = (
     "zstandard",
 )
 HELP_SECONDS = 0.3
-WRITES = ("push",)
+WRITES = ("push", "copy")
 
 
 def test_the_commands() -> None:
-    expected = ["diff", "apply", "push", "pull", "verify", "log", "show", "stats", "bench"]
+    expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "bench"]
     expected += ["demo"]
     assert list(VERBS) == expected
 
@@ -117,7 +116,7 @@ def test_the_list_of_commands_shows_whole_summaries(name: str, cli: Cli) -> None
 
 def test_the_words_of_the_interface_are_the_librarys() -> None:
     assert set(get_args(EncodingName)) == {*ENCODINGS, AUTO}
-    assert parse_rate(options.BANDWIDTH) == BANDWIDTH
+    assert options.rate(options.BANDWIDTH) == BANDWIDTH
     assert get_args(Level) == LEVELS
     defaults = {(verb, param.name): param.default for verb, param in PARAMS}
     assert defaults["diff", "encoding"] == defaults["push", "encoding"] == DEFAULT

@@ -157,7 +157,7 @@ def test_what_trl_wrote(dialect: str, cli: Cli, checkpoints: Checkpoints, tmp_pa
     lines = cli("log", bucket).stdout.splitlines()
     assert re.match(r" +1  anchor +[\d.]+ kB +- +- +- +-$", lines[1])
     assert re.match(r" +2  delta +[\d.]+ k?B +30 +99.03% +- +-$", lines[2])
-    assert lines[-1].endswith("; tip: step 3")
+    assert lines[-2].endswith("; tip: step 3")
     shown = cli("show", f"{bucket}@2").stdout
     assert f"changed   30 of {ELEMENTS:,}" in re.sub(" {3,}", "   ", shown)
     assert re.search(r"^model.layers.0.weight +sparse +BF16 +- +10 +- +\d+ B$", shown, re.M)

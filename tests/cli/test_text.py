@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from deltactl.cli import text
-from deltactl.core.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -111,43 +110,3 @@ def test_seconds(number: float, shown: str) -> None:
 )
 def test_bandwidth(rate: float, shown: str) -> None:
     assert text.bandwidth(rate) == shown
-
-
-@pytest.mark.parametrize(
-    ("word", "rate"),
-    [
-        ("250000", 250_000),
-        ("100k", 1e5),
-        ("100M", 1e8),
-        ("1.5G", 1.5e9),
-        ("2T", 2e12),
-        ("0.5", 0.5),
-    ],
-)
-def test_parse_rate(word: str, rate: float) -> None:
-    assert text.parse_rate(word) == rate
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "",
-        "0",
-        "0M",
-        "-1M",
-        "M",
-        "1.M",
-        ".5",
-        "1e9",
-        "1 M",
-        "1K",
-        "1Mi",
-        "inf",
-        "nan",
-        "٣",
-        "9" * 400,
-    ],
-)
-def test_what_is_no_rate(word: str) -> None:
-    with pytest.raises(UsageError):
-        text.parse_rate(word)

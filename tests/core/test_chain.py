@@ -15,12 +15,11 @@ from deltactl.core.chain import (
     anchor_file_name,
     delta_name,
     read_chain,
-    read_remote_header,
 )
 from deltactl.core.errors import Malformed, NotFound
 from deltactl.core.publish import push
-from tests.support.chains import Tensors, make_chain, states, write
-from tests.support.checkpoints import flip_bit, random_tensor
+from tests.support.chains import make_chain, states, write
+from tests.support.checkpoints import flip_bit
 
 
 @pytest.fixture(autouse=True)
@@ -219,25 +218,3 @@ def test_a_file_that_the_index_names_is_missing_or_of_another_size(bucket: Local
     assert chain.problems[0].found == "no such object"
     Path(bucket.url, directory, "config.json").write_bytes(b"{}")
     assert read_chain(bucket).problems[0].found == "2 bytes"
-
-
-def test_a_long_header_is_read_in_two_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    many: Tensors = {f"tensor.{n:04d}": random_tensor("U8", (1,), n) for n in range(600)}
-    bucket = LocalBucket(tmp_path / "bucket")
-    push(write(tmp_path / "s.safetensors", many, shards=0), bucket)
-    name = anchor_file_name(1)
-    size = next(item.size for item in bucket.list())
-    reads = []
-    read = LocalBucket.read
-
-    def counted(self: LocalBucket, name: str, start: int, stop: int) -> bytes:
-        reads.append((start, stop))
-        return read(self, name, start, stop)
-
-    monkeypatch.setattr(LocalBucket, "read", counted)
-    header = read_remote_header(bucket, name, size)
-    assert len(header.entries) == 600
-    assert [start for start, _ in reads] == [0, 1 << 16]
-    assert read_chain(bucket).tip == 1

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -725,7 +726,7 @@ def test_two_who_push_one_step_at_once(tmp_path: Path) -> None:
         for n in range(2):
             content[step, n] = next_state(base, 100 * n + step)
             source = write(tmp_path / f"{step}_{n}", content[step, n])
-            row.append(Turn(source, bucket, step))
+            row.append(Turn(source, str(bucket), step))
         rivals.append(row)
     found = race(tmp_path / "caches", rivals)
     assert all(sorted(outcome) == [CONFLICT, WRITTEN] for outcome in found), repr(found)
@@ -742,7 +743,7 @@ def test_two_who_begin_one_chain_at_once(tmp_path: Path, layouts: tuple[int, int
             write(tmp_path / f"{n}_{i}{'' if k else '.safetensors'}", steps[i], shards=k)
             for i, k in enumerate(layouts)
         ]
-        turns.append([Turn(source, tmp_path / f"bucket_{n}", 1) for source in sources])
+        turns.append([Turn(source, str(tmp_path / f"bucket_{n}"), 1) for source in sources])
     found = race(tmp_path / "caches", turns)
     for n, outcome in enumerate(found):
         assert sorted(outcome) == [CONFLICT, WRITTEN], found
@@ -754,7 +755,7 @@ def test_two_who_push_the_same_at_once(tmp_path: Path) -> None:
     steps = states(8)
     sources = write_steps(tmp_path, steps)
     turns = [
-        [Turn(source, tmp_path / "bucket", step)] * 2 for step, source in enumerate(sources, 1)
+        [Turn(source, str(tmp_path / "bucket"), step)] * 2 for step, source in enumerate(sources, 1)
     ]
     found = race(tmp_path / "caches", turns)
     # Step 7 is two objects, its delta and its anchor: each of the two may have written one.
@@ -804,3 +805,20 @@ def test_auto_publishes_in_the_encoding_that_is_advised(
     assert open_delta(tmp_path / "delta").header.encoding == report.encoding
     pull(bucket, tmp_path / "pulled")
     assert holds(tmp_path / "pulled", states(2)[1])
+
+
+def test_the_files_of_an_anchor_are_put_many_at_once(tmp_path: Path) -> None:
+    """Each shard waits for the other, and the index comes after both."""
+    barrier, puts = Barrier(2), []
+
+    class Watched(LocalBucket):
+        def put(self, name: str, source: Path) -> bool:
+            if "model-0000" in name:
+                barrier.wait(60)
+            created = super().put(name, source)
+            puts.append(name)
+            return created
+
+    push(write(tmp_path / "source", states(1)[0]), Watched(tmp_path / "bucket"))
+    assert puts[-1].endswith(".index.json")
+    assert len(puts) == 5

@@ -4,12 +4,14 @@ Later versions have to go on reading every file here. So what is here is only ad
 made anew only while no release has written its like.
 
     base, result            a pair of checkpoints with every dtype, and what can happen to a tensor
-    raw, gap_delta, ulp     the deltas between them
+    raw, gap_delta, ulp, ulp_ctx    the deltas between them
     empty                   the delta between equal checkpoints
     chain/                  a chain of five steps and two anchors, which have shards
     single/                 a chain whose anchor is one file
+    classes/                a chain of deltas in ulp_ctx, with blocks of every form
     trl-1/, trl-2/          chains as TRL writes them, not by our code
     expected.json           states and digests, not by our code either
+    expected_classes.json   those of classes/
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 
 import numpy as np
 from blake3 import blake3
@@ -37,10 +40,10 @@ from tests.support.checkpoints import (
     write_hf_directory,
     write_safetensors,
 )
-from tests.support.page_reader import state_digest
+from tests.support.page_reader import MANTISSA, state_digest
 
 GOLDEN = Path(__file__).parent
-ENCODINGS = ("raw", "gap_delta", "ulp")
+ENCODINGS = ("raw", "gap_delta", "ulp", "ulp_ctx")
 AUX = {"config.json": b'{"model_type": "golden"}\n', "tokenizer/vocab.txt": b"a\nb\n"}
 
 STRANGE = 'überall \u2603 "quoted"\\'
@@ -138,6 +141,66 @@ def moved(state: State, seed: int) -> State:
     return state | {name: changed(state[name], 0.05, seed) for name in weights}
 
 
+# The steps of a chain whose blocks are by classes.
+
+TRAINED = {"F8_E4M3": 6000, "F8_E5M2": 6000, "F16": 2048, "BF16": 8192, "F32": 1500, "F64": 900}
+"""Elements of the tensors that are moved as weights are, by dtype."""
+
+
+def class_steps() -> dict[int, State]:
+    """Three steps; the third also removes and adds, and moves most of one tensor's elements."""
+    first = {f"trained.{dtype}": weights(dtype, count) for dtype, count in TRAINED.items()}
+    first["rows"] = weights("F8_E4M3", 24 * 1024)
+    first["integers"] = random_tensor("I16", (300,), seed=9)
+    first["removed"] = random_tensor("BF16", (7,), seed=10)
+    second = class_step(first, 2, far=0)
+    third = class_step(second, 3, far=5)
+    del third["removed"]
+    third["added"] = random_tensor("F32", (5,), seed=11)
+    return {1: first, 2: second, 3: third}
+
+
+def class_step(state: State, seed: int, far: int) -> State:
+    after = {
+        name: trained(spec, seed, far) if name.startswith("trained") else spec
+        for name, spec in state.items()
+    }
+    dtype, shape, data = state["rows"]
+    begin, end = 3000 * seed, 3000 * seed + 500  # the rest is silent
+    _, _, row = trained((dtype, shape, data[begin:end]), seed, far)
+    after["rows"] = (dtype, shape, data[:begin] + row + data[end:])
+    after["integers"] = changed(state["integers"], 0.1, seed)
+    return after
+
+
+def weights(dtype: str, count: int) -> Spec:
+    """Elements whose exponents are spread about the middle one, as those of weights are."""
+    random, mantissa = Random(count), MANTISSA[dtype]
+    width = BITS[dtype] // 8
+    middle = (1 << (BITS[dtype] - 2 - mantissa)) - 2
+    data = b""
+    for _ in range(count):
+        exponent = middle - min(12 - random.getrandbits(12).bit_length(), 5)
+        sign = random.getrandbits(1) << (8 * width - 1)
+        bits = sign | exponent << mantissa | random.getrandbits(mantissa)
+        data += bits.to_bytes(width, "little")
+    return dtype, (count,), data
+
+
+def trained(spec: Spec, seed: int, far: int) -> Spec:
+    """Move elements the more often the smaller they are: most of the smallest; some by ``far``."""
+    dtype, shape, data = spec
+    random, mantissa = Random(seed), MANTISSA[dtype]
+    bits = np.frombuffer(data, f"<u{BITS[dtype] // 8}").copy()
+    exponents = (bits >> mantissa).astype(np.int64) & ((1 << (BITS[dtype] - 1 - mantissa)) - 1)
+    highest = int(exponents.max())
+    for at, exponent in enumerate(exponents.tolist()):
+        if random.random() < 0.9 / 3 ** (exponent - highest + 5):
+            units = 1 + (random.randrange(far) if far and random.random() < 0.2 else 0)
+            bits[at] = (int(bits[at]) + random.choice((1, -1)) * units) % (1 << BITS[dtype])
+    return dtype, shape, bits.tobytes()
+
+
 # What our code writes.
 
 
@@ -174,6 +237,15 @@ def make_single(out: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             source = write_safetensors(Path(scratch) / "model.safetensors", state)
             push(source, bucket, step=step, anchor_every=0, encoding="gap_delta")
+
+
+def make_classes(out: Path) -> None:
+    """An anchor of one file and two deltas in ulp_ctx."""
+    bucket = empty_bucket(out / "classes")
+    for step, state in class_steps().items():
+        with tempfile.TemporaryDirectory() as scratch:
+            source = write_safetensors(Path(scratch) / "model.safetensors", state)
+            push(source, bucket, step=step, anchor_every=0, encoding="ulp_ctx")
 
 
 def empty_bucket(path: Path):
@@ -280,11 +352,12 @@ def expected() -> dict[str, object]:
     return {
         "base": described(base()),
         "result": described(result()),
-        "chains": {
-            name: {str(step): described(state) for step, state in states.items()}
-            for name, states in chains.items()
-        },
+        "chains": {name: described_steps(states) for name, states in chains.items()},
     }
+
+
+def described_steps(states: Mapping[int, State]) -> dict[str, object]:
+    return {str(step): described(state) for step, state in states.items()}
 
 
 def described(state: State) -> dict[str, object]:
@@ -315,10 +388,16 @@ def make(out: Path) -> None:
         make_pair(out)
         make_chain(out)
         make_single(out)
+        make_classes(out)
     make_trl_1(out)
     make_trl_2(out)
-    text = json.dumps(expected(), indent=1, ensure_ascii=False)
-    (out / "expected.json").write_text(text + "\n")
+    write_json(out / "expected.json", expected())
+    chains = {"chains": {"classes": described_steps(class_steps())}}
+    write_json(out / "expected_classes.json", chains)
+
+
+def write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

@@ -20,8 +20,10 @@ from typing import Any
 from deltactl.bucket.local import LocalBucket
 from deltactl.core import files
 from deltactl.core.apply import apply_delta
+from deltactl.core.copy import copy_chain
 from deltactl.core.publish import push
 from deltactl.core.pull import pull
+from tests.support.remote import RemoteBucket
 
 KILLED = 77
 _CALLS = (
@@ -56,15 +58,26 @@ def _pull(place: Path) -> None:
     pull(LocalBucket(place.parent / "bucket"), place / "model")
 
 
+def _pull_remote(place: Path) -> None:
+    bucket = RemoteBucket(place.parent / "bucket", part_bytes=700, jobs=2)
+    pull(bucket, place / "model")
+
+
 def _push(place: Path) -> None:
     os.environ["DELTACTL_CACHE"] = str(place / "cache")
     push(place.parent / "source", LocalBucket(place / "bucket"), step=2, anchor_every=2)
 
 
+def _copy(place: Path) -> None:
+    copy_chain(LocalBucket(place.parent / "bucket"), LocalBucket(place / "copy"))
+
+
 VERBS: dict[str, Callable[[Path], None]] = {
     "apply": _apply,
     "apply file": _apply_file,
+    "copy": _copy,
     "pull": _pull,
+    "pull remote": _pull_remote,
     "push": _push,
 }
 

@@ -52,11 +52,16 @@ class _AtOnce(Executor):
         return future
 
 
+class _ThreadAtOnce:
+    def __init__(self, *, target: Callable[[], None], daemon: bool) -> None:
+        self.start = target
+
+
 @contextmanager
 def done_at_once() -> Iterator[None]:
     """No threads, and no waiting for the disk."""
     with (
-        mock.patch("deltactl.core.chain.ThreadPoolExecutor", _AtOnce),
+        mock.patch("deltactl.core.crew.Thread", _ThreadAtOnce),
         mock.patch("deltactl.core.parallel.ThreadPoolExecutor", _AtOnce),
         mock.patch("deltactl.core.parallel.cores", return_value=1),
         mock.patch("os.fsync", return_value=None),

@@ -20,9 +20,9 @@ BITS = {
     "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32,
     "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-SIGN_MAGNITUDE = {
-    "F8_E5M2", "F8_E4M3", "F8_E5M2FNUZ", "F8_E4M3FNUZ",
-    "F16", "BF16", "F32", "F64",
+MANTISSA = {
+    "F8_E5M2": 2, "F8_E4M3": 3, "F8_E5M2FNUZ": 2, "F8_E4M3FNUZ": 3,
+    "F16": 10, "BF16": 7, "F32": 23, "F64": 52,
 }  # fmt: skip
 
 
@@ -121,7 +121,9 @@ def take(block, count):
 def flags(block, count):
     """the next bits of a block, the lowest of each byte first"""
     data = np.frombuffer(take(block, -(-count // 8)), "u1")
-    return np.unpackbits(data, count=count, bitorder="little")
+    bits = np.unpackbits(data, bitorder="little")
+    check(not bits[count:].any(), "padding")
+    return bits[:count]
 
 
 def integers(block, count, depth=0):
@@ -144,55 +146,149 @@ def integers(block, count, depth=0):
     return values
 
 
-def from_gaps(block, count, length):
-    """count positions below length, from the next stream of a block"""
-    check(count <= length, "more positions than elements")
-    gaps = integers(block, count)
+def rising(gaps, length):
+    """the positions, below length, that have these gaps"""
     check((gaps < length).all(), "out of range")
     positions = np.cumsum(gaps.astype("i8") + 1) - 1
     check((positions < length).all(), "out of range")
     return positions
 
 
+def by_gaps(block, count, base, dtype):
+    """a block of ulp: positions, which steps are down, and lengths"""
+    check(count <= len(base), "more changes than elements")
+    positions = rising(integers(block, count), len(base))
+    down = flags(block, count)
+    longer = int.from_bytes(take(block, 4), "little")
+    check(longer <= count, "more long steps than steps")
+    longer = rising(integers(block, longer), count)
+    steps = np.ones(count, "u8")
+    steps[longer] += integers(block, len(longer)) + np.uint64(1)
+    return positions, down, steps
+
+
+def number(block):
+    """the next LEB128 of a block"""
+    value = 0
+    for shift in range(0, 63, 7):
+        (byte,) = take(block, 1)
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value
+    raise ValueError("a number of more than 9 bytes")
+
+
+def golomb(block, count, bound):
+    """the next Golomb stream of a block: count integers below bound"""
+    if count == 0:
+        return np.zeros(0, "u8")
+    m, total = number(block), number(block)
+    check(0 < m <= 2 * bound and total <= 2 * count, "a hostile stream")
+    ones = np.flatnonzero(flags(block, count + total))
+    check(len(ones) == count and ones[-1] == count + total - 1, "unary")
+    quotients = np.diff(ones, prepend=-1) - 1
+    check(int(quotients.max()) * m < bound, "out of range")
+    values = quotients.astype("u8") * np.uint64(m)
+    b = (m - 1).bit_length()
+    if b:
+        bits = flags(block, count * (b - 1)).reshape(count, b - 1)
+        rest = np.zeros(count, "u8")
+        for i in range(b - 1):
+            rest |= bits[:, i].astype("u8") << np.uint64(i)
+        cut = np.uint64((1 << b) - m)
+        long = np.flatnonzero(rest >= cut)
+        rest[long] += rest[long] + flags(block, len(long)) - cut
+        values += rest
+    check((values < bound).all(), "out of range")
+    return values
+
+
+def members(block, count, total):
+    """the next set of a block: count rising integers below total"""
+    check(0 <= count <= total, "a set of more than all")
+    if 2 * count <= total:
+        return rising(golomb(block, count, total + 1), total)
+    others = rising(golomb(block, total - count, total + 1), total)
+    return np.setdiff1d(np.arange(total), others)
+
+
+def by_classes(block, form, count, base, dtype):
+    """forms 1 and 2 of ulp_ctx, as by_gaps"""
+    check(form in (1, 2) and dtype in MANTISSA, "form")
+    active = np.ones(-(-len(base) // 1024), bool)
+    if form == 2:
+        active[members(block, number(block), len(active))] = False
+    active = np.repeat(active, 1024)[: len(base)]
+    borders = number(block)
+    check(borders < 256, "too many classes")
+    borders = [number(block) for _ in range(borders)]
+    bits = BITS[dtype] - 1 - MANTISSA[dtype]
+    check((np.diff([0, *borders, 1 << bits]) > 0).all(), "borders")
+    exponents = base >> MANTISSA[dtype] & ((1 << bits) - 1)
+    found = np.searchsorted(borders, exponents, side="right")
+    classes = range(len(borders) + 1)
+    classes = [np.flatnonzero((found == k) & active) for k in classes]
+    counts = []
+    for of_class in classes[:-1]:
+        check(number(block) == len(of_class), "another base")
+        counts.append(number(block))
+    counts.append(count - sum(counts))
+    check(counts[-1] >= 0, "more changes than there are")
+    down = flags(block, count)
+    steps = np.ones(count, "u8")
+    at = 0
+    for n in counts:
+        if n:
+            longer = members(block, number(block), n)
+            bound = (1 << (BITS[dtype] - 1)) - 1
+            lengths = golomb(block, len(longer), bound)
+            steps[at + longer] += lengths + np.uint64(1)
+        at += n
+    sets = zip(counts, classes, strict=True)
+    positions = [c[members(block, n, len(c))] for n, c in sets]
+    positions = np.concatenate(positions)
+    order = np.argsort(positions)
+    return positions[order], down[order], steps[order]
+
+
 def ordered(bits, dtype):
     """bits to numbers that rise with the value"""
-    if dtype not in SIGN_MAGNITUDE:
+    if dtype not in MANTISSA:
         return bits
     top = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     return np.where(bits & top, ~bits, bits | top)
 
 
 def unordered(order, dtype):
-    if dtype not in SIGN_MAGNITUDE:
+    if dtype not in MANTISSA:
         return order
     top = order.dtype.type(1 << (8 * order.itemsize - 1))
     return np.where(order & top, order ^ top, ~order)
 
 
-def ulp(row, parts, old):
-    """ulp: positions and new bits"""
-    dtype, _, data = parts[row["name"] + ".ulp"]
+def ulp(row, parts, old, encoding):
+    """ulp and ulp_ctx: positions and new bits"""
+    dtype, _, data = parts[row["name"] + "." + encoding]
     blocks = -(-len(old) // BLOCK)
     check(dtype == "U8" and len(data) >= 8 * blocks, "directory")
     directory = np.frombuffer(data, "<u4", 2 * blocks).tolist()
-    end = 8 * blocks
+    end, dtype = 8 * blocks, row["dtype"]
     positions, new = [], []
-    for number in range(blocks):
-        count, size = directory[2 * number : 2 * number + 2]
-        base = old[number * BLOCK : (number + 1) * BLOCK]
+    for place in range(blocks):
+        count, size = directory[2 * place : 2 * place + 2]
+        base = old[place * BLOCK : (place + 1) * BLOCK]
         block, end = io.BytesIO(data[end : end + size]), end + size
         if count:
-            found = from_gaps(block, count, len(base))
-            down = flags(block, count)
-            longer = int.from_bytes(take(block, 4), "little")
-            longer = from_gaps(block, longer, count)
-            steps = np.ones(count, "u8")
-            steps[longer] += integers(block, len(longer)) + np.uint64(1)
+            form = take(block, 1)[0] if encoding == "ulp_ctx" else 0
+            if form:
+                found = by_classes(block, form, count, base, dtype)
+            else:
+                found = by_gaps(block, count, base, dtype)
+            found, down, steps = found
             check((steps <= 1 << (8 * old.itemsize - 1)).all(), "step")
             steps = np.where(down, 0 - steps, steps).astype(old.dtype)
-            order = ordered(base[found], row["dtype"]) + steps
-            positions.append(found + number * BLOCK)
-            new.append(unordered(order, row["dtype"]))
+            positions.append(found + place * BLOCK)
+            new.append(unordered(ordered(base[found], dtype) + steps, dtype))
         check(not block.read(), "bytes after the last stream of a block")
     check(end == len(data), "the blocks do not fill the entry")
     return np.concatenate(positions), np.concatenate(new)
@@ -201,8 +297,8 @@ def ulp(row, parts, old):
 def sparse(row, parts, encoding, data):
     """the bytes of a sparse tensor after the delta"""
     old = np.frombuffer(data, f"<u{width(row['dtype'])}")
-    if encoding == "ulp":
-        positions, new = ulp(row, parts, old)
+    if encoding in ("ulp", "ulp_ctx"):
+        positions, new = ulp(row, parts, old, encoding)
     else:
         check(encoding in ("raw", "gap_delta"), "an unknown encoding")
         positions, new = absolute(row, parts, encoding)
@@ -238,7 +334,7 @@ def apply_delta(path, base):
             continue
         if kind == "sparse":
             data = sparse(row, parts, metadata["encoding"], base[name][2])
-            used |= {name + s for s in (".idx", ".val", ".ulp")}
+            used |= {name + s for s in (".idx", ".val", ".ulp", ".ulp_ctx")}
         else:
             check(kind in ("dense", "added"), "an unknown kind")
             *described, data = parts[name + ".dense"]

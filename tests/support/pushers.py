@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from deltactl.bucket.local import LocalBucket
+from deltactl.bucket import open_bucket
 from deltactl.core.errors import Conflict
 from deltactl.core.publish import push
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one process pushes: a checkpoint, where to, as which step."""
+    """What one process pushes: a checkpoint, where to (a bucket's address), as which step."""
 
     source: Path
-    bucket: Path
+    bucket: str
     step: int
 
+
+_open = cache(open_bucket)  # each process has one of its own
 
 WRITTEN, THERE, CONFLICT = "written", "there already", "conflict"
 
@@ -54,7 +57,7 @@ def _work(number: int, cache: Path, turns: Sequence[Turn], barrier: Barrier, que
 def _push(turn: Turn, barrier: Barrier) -> str:
     barrier.wait(60)
     try:
-        report = push(turn.source, LocalBucket(turn.bucket), step=turn.step, anchor_every=7)
+        report = push(turn.source, _open(turn.bucket), step=turn.step, anchor_every=7)
         return WRITTEN if report.written else THERE
     except Conflict:
         return CONFLICT

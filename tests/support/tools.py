@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,9 @@ REQUIRED = "DELTACTL_TEST_REQUIRE_TOOLS"
 
 
 def need(name: str) -> str:
-    """The path of a program; skips the test where it is not installed."""
-    path = shutil.which(name)
+    """The path of a program, on the PATH or beside the interpreter; skips the test where it is not
+    installed."""
+    path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if path is None:
         if os.environ.get(REQUIRED):
             pytest.fail(f"{name} is not installed")

@@ -2,8 +2,9 @@
 
 Where each element changes with the same probability p, gaps are geometric, and of all codes with a
 whole number of bits a value Golomb's is the best (Golomb 1966, "Run-length encodings"; Gallager and
-Van Voorhis 1975, "Optimal source codes for geometrically distributed integer alphabets"): within
-0.04 bits of the entropy a gap, with one parameter and no table.
+Van Voorhis 1975, "Optimal source codes for geometrically distributed integer alphabets"): with one
+parameter and no table, within 0.05 bits of the entropy a gap where their mean is 2 or more, and 0.11
+where it is 1 or more, which in a set it always is.
 
 A stream of n > 0 values: the parameter m > 0 and the sum of the quotients, both as LEB128; the
 quotients ``value // m`` in unary, as many 0 bits and a 1; the remainders in truncated binary, in
@@ -16,6 +17,7 @@ the best m. Of no values the stream is empty.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from deltactl.core.encoding.integers import Reader, Undecodable
 U64 = npt.NDArray[np.uint64]
 
 _LONGEST = 9  # bytes of a LEB128 that a reader takes: 63 bits
+_PIECE = 1 << 13  # fields packed together, whole bytes of them: a byte a bit is not little
 
 
 def leb128(number: int) -> bytes:
@@ -65,25 +68,29 @@ def encode(values: npt.NDArray[Any]) -> bytes:
     extra = ((remainders[long] + cut) & np.uint64(1)).astype(np.uint8)
     streams = [leb128(m), leb128(int(ends[-1]) - values.size), _packed(unary)]
     if bits:
-        streams += [_packed(_fields(first, bits - 1)), _packed(extra)]
+        streams += [*_packed_fields(first, bits - 1), _packed(extra)]
     return b"".join(streams)
 
 
 def _parameter(values: npt.NDArray[Any]) -> int:
-    """The best m for geometric values of this mean (Gallager and Van Voorhis, equation 3)."""
+    """The best m for geometric values of this mean (Gallager and Van Voorhis, equation 3).
+
+    The logarithm of their ratio is taken from the mean itself: past 2^53 the ratio would be 1.
+    """
     mean = float(values.mean(dtype=np.float64))
     if mean == 0:
         return 1
-    ratio = mean / (1 + mean)
-    return max(1, math.ceil(-math.log1p(ratio) / math.log(ratio)) if ratio < 1 else 1 << 62)
+    return math.ceil(math.log1p(mean / (1 + mean)) / math.log1p(1 / mean))
 
 
-def _fields(values: U64, width: int) -> npt.NDArray[np.uint8]:
-    """The ``width`` low bits of each value, one after the other, a byte a bit."""
-    bits = np.empty((values.size, width), np.uint8)
-    for i in range(width):
-        bits[:, i] = (values >> np.uint64(i)) & np.uint64(1)
-    return bits.reshape(-1)
+def _packed_fields(values: U64, width: int) -> Iterator[bytes]:
+    """The ``width`` low bits of each value, one after the other."""
+    for at in range(0, values.size, _PIECE):
+        piece = values[at : at + _PIECE]
+        bits = np.empty((piece.size, width), np.uint8)
+        for i in range(width):
+            bits[:, i] = (piece >> np.uint64(i)) & np.uint64(1)
+        yield _packed(bits.reshape(-1))
 
 
 def _packed(bits: npt.NDArray[np.uint8]) -> bytes:
@@ -129,9 +136,11 @@ def _quotients(reader: Reader, count: int, total: int) -> npt.NDArray[np.int64]:
 
 def _remainders(reader: Reader, count: int, m: int, bits: int) -> U64:
     first = np.zeros(count, np.uint64)
-    fields = _unpacked(reader, count * (bits - 1)).reshape(count, bits - 1)
-    for i in range(bits - 1):
-        first |= fields[:, i].astype(np.uint64) << np.uint64(i)
+    for at in range(0, count, _PIECE):
+        piece = first[at : at + _PIECE]
+        fields = _unpacked(reader, piece.size * (bits - 1)).reshape(piece.size, bits - 1)
+        for i in range(bits - 1):
+            piece |= fields[:, i].astype(np.uint64) << np.uint64(i)
     cut = np.uint64((1 << bits) - m)
     long = np.flatnonzero(first >= cut)
     extra = _unpacked(reader, long.size).astype(np.uint64)

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.core.bits import Bits, Positions, SplitSteps
-from deltactl.core.encoding.classes import MOST_CLASSES, SEGMENT_BITS, exponents
+from deltactl.core.encoding.classes import MOST_CLASSES, SEGMENT, SEGMENT_BITS, exponents
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,6 +34,8 @@ def silent_segments(positions: Positions, length: int) -> Positions:
     if not silent.size:
         return silent
     left = length - (silent.size << SEGMENT_BITS)
+    if silent[-1] == segments - 1:
+        left += -length % SEGMENT  # which it is short of
     named = set_bits(silent.size, segments) + set_bits(positions.size, max(left, positions.size))
     return silent if named + 64 < set_bits(positions.size, length) else silent[:0]
 
@@ -58,20 +60,22 @@ def choose_borders(base: Bits, before: Bits, steps: SplitSteps, dtype: str) -> t
     table = np.stack(columns)
     table[0] = np.maximum(table[0], table[1])
     present = np.flatnonzero(table[0])
-    starts = _best_runs(table[:, present])
+    present = present[
+        :: -(-present.size // MOST_CLASSES)
+    ]  # F64 may have more than classes there be
+    starts = _best_runs(np.add.reduceat(table, present, axis=1))
     return tuple(present[starts[1:]].tolist())
 
 
 def _best_runs(table: Floats) -> list[int]:
-    """Where the runs of columns begin that cost least together, at most MOST_CLASSES."""
+    """Where the runs of columns begin that cost least together."""
     sums = np.concatenate([np.zeros((4, 1)), np.cumsum(table, axis=1)], axis=1)
     count = table.shape[1]
     best, cut = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
-        first = max(0, end - MOST_CLASSES)
-        costs = best[first:end] + _run_bits(sums[:, end, None] - sums[:, first:end])
-        at = int(np.argmin(costs))
-        best[end], cut[end] = costs[at], first + at
+        costs = best[:end] + _run_bits(sums[:, end, None] - sums[:, :end])
+        cut[end] = np.argmin(costs)
+        best[end] = costs[cut[end]]
     starts = [count]
     while starts[-1]:
         starts.append(int(cut[starts[-1]]))

@@ -1,0 +1,101 @@
+"""AWS's own client: where credentials, region and endpoint come from, and what it raises."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+import botocore.session
+from botocore import exceptions
+from botocore.config import Config
+
+from deltactl.bucket.refusals import (
+    CODE,
+    Place,
+    Refusal,
+    no_credentials,
+    refused,
+    unreachable,
+)
+from deltactl.bucket.timeouts import Timeouts
+from deltactl.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+    from botocore.credentials import Credentials
+    from obstore.store import S3Credential
+
+_FRESH = timedelta(minutes=5)  # botocore renews what expires 15 minutes before it does
+_TRIES = 3  # of one part: a large file is not begun anew for each broken connection
+
+
+class Keys:
+    """Gives obstore the credentials that botocore has, renewed when they expire."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+
+    def __call__(self) -> S3Credential:
+        frozen = self._credentials.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key or "",
+            "secret_access_key": frozen.secret_key or "",
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _FRESH,
+        }
+
+
+def connect(place: Place, jobs: int, timeouts: Timeouts) -> tuple[BaseClient, Keys | None]:
+    """A client as the environment, AWS_PROFILE, ~/.aws/config and ~/.aws/credentials say, and its
+    keys; None where there are none. Raises UsageError for settings that cannot be."""
+    config = Config(
+        connect_timeout=timeouts.connect,
+        read_timeout=timeouts.read,
+        max_pool_connections=jobs,
+        retries={"total_max_attempts": _TRIES, "mode": "standard"},
+    )
+    try:
+        session = botocore.session.Session()
+        credentials = session.get_credentials()
+        client = session.create_client("s3", config=config)
+    except exceptions.BotoCoreError as error:
+        raise _meaning(error, place, None) from None
+    return client, None if credentials is None else Keys(credentials)
+
+
+@contextlib.contextmanager
+def translated(place: Place, name: str | None = None) -> Iterator[None]:
+    """Raise what botocore raises within as core.errors."""
+    try:
+        yield
+    except exceptions.ClientError as error:
+        raise refused(_refusal(error.response), place, name) from None
+    except exceptions.BotoCoreError as error:
+        raise _meaning(error, place, name) from None
+
+
+def _meaning(error: exceptions.BotoCoreError, place: Place, name: str | None) -> Exception:
+    if isinstance(error, exceptions.ReadTimeoutError | exceptions.ConnectTimeoutError):
+        return unreachable("Timeout", place, name)
+    if isinstance(error, exceptions.EndpointConnectionError):
+        return unreachable("Connect", place, name)
+    if isinstance(error, exceptions.ConnectionError | exceptions.HTTPClientError):
+        return unreachable("Broken", place, name)
+    if "Credential" in type(error).__name__ or "Token" in type(error).__name__:
+        return no_credentials(place)
+    what = f"the settings of AWS's tools cannot be used ({type(error).__name__})"
+    return UsageError(what, file=place.container, hint="aws configure list")
+
+
+def _refusal(response: Mapping[str, Any]) -> Refusal:
+    about = response.get("ResponseMetadata", {})
+    code = str(response.get("Error", {}).get("Code", ""))
+    after = str(about.get("HTTPHeaders", {}).get("retry-after", ""))
+    return Refusal(
+        int(about.get("HTTPStatusCode", 0)),
+        code if CODE.fullmatch(code) else "",
+        float(after) if re.fullmatch(r"\d{1,5}", after) else None,
+    )

@@ -1,0 +1,118 @@
+"""A bucket that tries again what may go well the next time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from deltactl.core.errors import Transient
+from deltactl.core.store import Bucket, Object, holds_bytes
+
+R = TypeVar("R")
+
+_TRIES = 5
+_PATIENCE = 60.0  # seconds, waits and tries together
+_FIRST_WAIT = 1.0  # seconds at most; doubled from try to try
+_LONGEST_WAIT = 20.0
+
+
+class RetryingBucket:
+    """Implements core.store.Bucket over another, and tries again what raises Transient.
+
+    It waits a random part of a time that doubles (full jitter, so that many who failed together do
+    not come back together), and no less than the server asked for. It gives up after ``tries``, or
+    where the next try would begin more than ``patience`` seconds after the first; then the error
+    says how often it tried.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        *,
+        tries: int = _TRIES,
+        patience: float = _PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._bucket, self._tries, self._patience = bucket, tries, patience
+        self._clock, self._sleep, self._draw = clock, sleep, draw
+
+    @property
+    def url(self) -> str:
+        return self._bucket.url
+
+    @property
+    def atomic_create(self) -> bool:
+        return self._bucket.atomic_create
+
+    @property
+    def jobs(self) -> int:
+        return self._bucket.jobs
+
+    @property
+    def part_bytes(self) -> int | None:
+        return self._bucket.part_bytes
+
+    def path(self, name: str) -> Path | None:
+        return self._bucket.path(name)
+
+    def list(self) -> Iterable[Object]:
+        return self._again(lambda: [*self._bucket.list()])  # as a whole: a page may fail
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        return self._again(lambda: self._bucket.read(name, start, stop))
+
+    def fetch(self, name: str, target: Path) -> None:
+        self._again(lambda: self._bucket.fetch(name, target))
+
+    def delete(self, name: str) -> None:
+        self._again(lambda: self._bucket.delete(name))
+
+    def put(self, name: str, source: Path) -> bool:
+        """Create an object from a file; False, and nothing done, if the name is taken.
+
+        A try that failed may have created the object all the same: the answer was lost. If the name
+        is found taken after such a try, what is there is read and compared with the file, and the
+        same bytes give True. They are ours, or somebody else put the very same; who of the two
+        created them cannot be told, and nobody loses by it.
+        """
+        failed = False
+
+        def once() -> bool:
+            nonlocal failed
+            try:
+                return self._bucket.put(name, source)
+            except Transient:
+                failed = True
+                raise
+
+        return self._again(once) or (failed and holds_bytes(self, name, source))
+
+    def _again(self, work: Callable[[], R]) -> R:
+        deadline = self._clock() + self._patience
+        for tried in range(1, self._tries + 1):
+            try:
+                return work()
+            except Transient as error:
+                wait = self._wait(tried, error.retry_after)
+                if tried == self._tries or self._clock() + wait > deadline:
+                    raise _given_up(error, tried) from error.__cause__
+                self._sleep(wait)
+        raise AssertionError("at least one try")
+
+    def _wait(self, tried: int, asked: float | None) -> float:
+        longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** (tried - 1))
+        return max(self._draw() * longest, asked or 0.0)
+
+
+def _given_up(error: Transient, tried: int) -> Transient:
+    """The error, with how often it was met."""
+    times = "once" if tried == 1 else f"{tried} times"
+    error.what = f"{error.what} (tried {times})"
+    if error.retry_after is not None and error.hint is None:
+        error.hint = f"the server asks for {error.retry_after:.0f} seconds of quiet"
+    return error

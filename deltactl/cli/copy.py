@@ -1,0 +1,105 @@
+"""``deltactl copy``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltactl.cli import text
+from deltactl.cli.manual import manual
+from deltactl.cli.options import WHERE, DryRun, Jobs, Json, LimitRate, Quiet, output
+
+if TYPE_CHECKING:
+    from deltactl.core.copy import CopyReport
+
+
+@manual(
+    keys={
+        "links": "how many links of SRC this is about",
+        "copied": "how many of them were copied",
+        "skipped": "how many were in DEST already with the same content",
+        "bytes": "size of those that were copied",
+        "first_step": "the first one's step",
+        "last_step": "the last one's step",
+        "tip": "the newest step that can be rebuilt from DEST",
+        "proven": "false if links without digests, such as TRL's, are among them",
+        "dry_run": "whether this only says what would be done",
+    },
+    exits=[3, 4, 5, 10, 11],
+    exit_3="a link of SRC is faulty; those before it have been copied",
+    exit_11="DEST holds another chain, or goes on otherwise",
+    examples=[
+        "deltactl copy /mnt/chain s3://models/chain",
+        "deltactl copy s3://models/chain /mnt/chain --from-step 100 --limit-rate 50M",
+    ],
+)
+def copy(
+    ctx: typer.Context,
+    source: Annotated[str, typer.Argument(metavar="SRC", help=f"The chain's bucket: {WHERE}.")],
+    dest: Annotated[
+        str, typer.Argument(metavar="DEST", help="A bucket: new, or with a part of the chain.")
+    ],
+    from_step: Annotated[
+        int | None,
+        typer.Option(
+            "--from-step",
+            metavar="N",
+            min=0,
+            help="Begin at the newest anchor at or below this step; by default at the first link.",
+        ),
+    ] = None,
+    jobs: Jobs = None,
+    limit_rate: LimitRate = None,
+    dry_run: DryRun = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Copy a chain from one bucket to another, byte for byte, every link proven.
+
+    Oldest first, so that DEST is a sound chain at every moment. Each link is compared with its
+    digests before it is put; at the first that is faulty the copy ends. What DEST has already is
+    left as it is, so a copy that came to no end can be repeated, and one that is repeated now and
+    then follows the chain.
+    """
+    screen = output(ctx, json=json, quiet=quiet)
+    from deltactl.bucket import open_bucket
+    from deltactl.core.copy import copy_chain
+
+    with screen.progress() as progress:
+        report = copy_chain(
+            open_bucket(source, jobs=jobs, limit_rate=limit_rate),
+            open_bucket(dest, jobs=jobs, limit_rate=limit_rate),
+            from_step=from_step,
+            dry_run=dry_run,
+            progress=progress,
+        )
+    if not report.proven:
+        screen.warn(
+            "some links name no digest: they are copied as they are, and nothing proves them"
+        )
+    document = {
+        "links": report.links,
+        "copied": report.copied,
+        "skipped": report.skipped,
+        "bytes": report.bytes,
+        "first_step": report.first_step,
+        "last_step": report.last_step,
+        "tip": report.tip,
+        "proven": report.proven,
+        "dry_run": report.dry_run,
+    }
+    screen.result(document, lambda: _lines(report, dest))
+
+
+def _lines(report: CopyReport, dest: str) -> Iterable[str]:
+    if not report.copied:
+        yield f"{dest} holds all {text.plural(report.links, 'link')} already: nothing to do"
+    else:
+        verb = "would copy" if report.dry_run else "copied"
+        had = f"; {text.count(report.skipped)} there already" if report.skipped else ""
+        yield f"{verb} {text.plural(report.copied, 'link')}, {text.size(report.bytes)}{had}"
+    tip = "none can be rebuilt" if report.tip is None else report.tip
+    steps = f"{report.first_step} to {report.last_step}"
+    yield from text.pairs([("steps", steps), ("tip", tip), ("output", dest)])
