@@ -32,7 +32,7 @@ def facts() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": cores(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "compiled": KERNEL is not None,
