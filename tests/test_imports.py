@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import deltactl.bench
 import deltactl.bucket
 import deltactl.core
 
@@ -19,7 +20,9 @@ def modules_of(package: object) -> list[str]:
     return [name, *(found.name for found in pkgutil.walk_packages(path, f"{name}."))]
 
 
-@pytest.mark.parametrize("package", [deltactl.core, deltactl.bucket], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "package", [deltactl.core, deltactl.bucket, deltactl.bench], ids=lambda p: p.__name__
+)
 def test_no_module_imports_the_interface_or_torch(package: object) -> None:
     """One after the other in a fresh interpreter, so that a culprit is named."""
     modules = modules_of(package)

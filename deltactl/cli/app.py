@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 from deltactl import __version__
 from deltactl.cli import exits
 from deltactl.cli.apply import apply
+from deltactl.cli.bench import bench
 from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
 from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
@@ -82,7 +83,7 @@ ENVIRONMENT = {
     "XDG_CACHE_HOME or ~/.cache.",
     "NO_COLOR": "If set and not empty, no colour, bold or dim text is printed.",
     "TMPDIR": "Where deltas and anchors are made ready, and where verify and copy put what they "
-    "fetch; by default the system's place for that.",
+    "fetch, and bench what it makes; by default the system's place for that.",
 }
 """Variables that change what commands do; the manual's table."""
 
@@ -95,7 +96,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for function in (diff, apply, push, pull, copy, verify, log, show, stats, demo):
+for function in (diff, apply, push, pull, copy, verify, log, show, stats, bench, demo):
     app.command(cls=Verb)(function)
 
 

@@ -13,8 +13,9 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltactl.cli import text
+from deltactl.cli.advice import KEY, advice_document, advice_lines
 from deltactl.cli.manual import manual
-from deltactl.cli.options import STDIO, Encoding, Json, Quiet, output
+from deltactl.cli.options import STDIO, Bandwidth, Encoding, Json, Quiet, bandwidth_of, output
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _SHOWN = 20  # tensors that are named on the screen
         "checkpoint_bytes": "size of B's tensors",
         "times_smaller": "checkpoint_bytes over delta_bytes",
         "encoding": "how changes are stored",
+        "advice": KEY,
         "base_state": "state digest of A",
         "result_state": "state digest of B",
         "identical": "whether the two states are one",
@@ -46,6 +48,7 @@ _SHOWN = 20  # tensors that are named on the screen
     examples=[
         "deltactl diff step_10 step_11",
         "deltactl diff step_10 step_11 -o step_11.delta --json",
+        "deltactl diff step_10 step_11 -o step_11.delta --encoding auto --bandwidth 100M",
         "deltactl diff step_10 step_11 -o - | ssh host deltactl apply - step_10 -o step_11",
     ],
 )
@@ -66,6 +69,7 @@ def diff(
         ),
     ] = None,
     encoding: Encoding = "ulp",
+    bandwidth: Bandwidth = None,
     step: Annotated[
         int | None,
         typer.Option("--step", metavar="N", min=0, help="The step that the delta says it is."),
@@ -88,6 +92,8 @@ def diff(
         raise UsageError("--json and -o - both want stdout", hint="write the delta to a file")
     if to_stdout and sys.stdout.isatty():
         raise UsageError("a delta is no text for a terminal", hint="redirect it, or -o FILE")
+    rate = bandwidth_of(encoding, bandwidth)
+    from deltactl.core.advice import advise
     from deltactl.core.checkpoint import open_checkpoint
     from deltactl.core.diff import diff as make_delta
 
@@ -97,9 +103,12 @@ def diff(
         _target(out) as target,
         screen.progress() as progress,
     ):
-        report = make_delta(base, result, target, encoding=encoding, step=step, progress=progress)
+        advice = advise(base, result, rate) if encoding == "auto" else None
+        taken = encoding if advice is None else advice.encoding
+        report = make_delta(base, result, target, encoding=taken, step=step, progress=progress)
+    document = {**_document(report, out), "advice": advice_document(advice)}
     stream = sys.stderr if to_stdout else None
-    screen.result(_document(report, out), lambda: _lines(report, out), stream=stream)
+    screen.result(document, lambda: [*_lines(report, out), *advice_lines(advice)], stream=stream)
     if exit_code and not report.identical:
         raise typer.Exit(1)
 

@@ -14,8 +14,10 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from deltactl.cli.output import Output
+from deltactl.core.errors import UsageError
 
-EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx"]
+EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx", "auto"]
+BANDWIDTH = "1G"
 STDIO = Path("-")
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
@@ -63,8 +65,20 @@ Encoding = Annotated[
     typer.Option(
         "--encoding",
         metavar="|".join(get_args(EncodingName)),
-        help="How changes are stored: ulp is the smallest, raw and gap_delta are what TRL's "
-        "readers take.",
+        help="How changes are stored: ulp_ctx is the smallest, ulp less small and quicker, raw and "
+        "gap_delta are what TRL's readers take; auto is the one that gets the delta there soonest, "
+        "by a sample.",
+    ),
+]
+Bandwidth = Annotated[
+    int | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        parser=rate,
+        help="For --encoding auto: bytes a second between the two sides, as 500k, 10M or 1.5G. "
+        f"Default: {BANDWIDTH}.",
+        show_default=False,
     ),
 ]
 DryRun = Annotated[
@@ -80,6 +94,13 @@ def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
     assert isinstance(out, Output)
     out.configure(json=json, quiet=quiet)
     return out
+
+
+def bandwidth_of(encoding: EncodingName, bandwidth: int | None) -> int:
+    """Bytes a second that ``--encoding auto`` is to count on. Raises UsageError."""
+    if bandwidth is not None and encoding != "auto":
+        raise UsageError("--bandwidth is for --encoding auto", found=f"--encoding {encoding}")
+    return bandwidth or rate(BANDWIDTH)
 
 
 def is_delta(word: str) -> bool:

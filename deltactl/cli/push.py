@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltactl.cli import text
+from deltactl.cli.advice import KEY, advice_document, advice_lines
 from deltactl.cli.manual import manual
 from deltactl.cli.options import (
+    Bandwidth,
     Bucket,
     DryRun,
     Encoding,
@@ -18,6 +20,7 @@ from deltactl.cli.options import (
     Json,
     LimitRate,
     Quiet,
+    bandwidth_of,
     delta_file,
     output,
 )
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
         "written": "false if the step was there already with the same content",
         "changed_elements": "elements that the delta changes; null for a first anchor",
         "total_elements": "elements of the checkpoint",
+        "encoding": "how the delta that was made here stores changes; null where none was made",
+        "advice": KEY,
         "dry_run": "whether this only says what would be done",
         "files": "names of the objects in the bucket",
         "left_behind": "files beside the weights that differ from the newest anchor's: a delta "
@@ -83,6 +88,7 @@ def push(
         ),
     ] = None,
     encoding: Encoding = "ulp",
+    bandwidth: Bandwidth = None,
     jobs: Jobs = None,
     limit_rate: LimitRate = None,
     dry_run: DryRun = False,
@@ -97,6 +103,7 @@ def push(
     content, and a step that is not above the tip, are refused.
     """
     screen = output(ctx, json=json, quiet=quiet)
+    rate = bandwidth_of(encoding, bandwidth)
     from deltactl.bucket import open_bucket
     from deltactl.core.publish import push as publish
 
@@ -108,6 +115,7 @@ def push(
             anchor_every=anchor_every,
             base=base,
             encoding=encoding,
+            bandwidth=rate,
             dry_run=dry_run,
             progress=progress,
         )
@@ -122,6 +130,8 @@ def push(
         "written": report.written,
         "changed_elements": report.changed_elements,
         "total_elements": report.total_elements,
+        "encoding": report.encoding,
+        "advice": advice_document(report.advice),
         "dry_run": report.dry_run,
         "files": report.files,
         "left_behind": report.left_behind,
@@ -142,3 +152,4 @@ def _lines(report: PushReport) -> Iterable[str]:
         rows.append(("changed", f"{text.count(report.changed_elements)} of {total}"))
     rows.append(("state", report.state))
     yield from text.pairs([*rows, *(("object", name) for name in report.files)])
+    yield from advice_lines(report.advice)

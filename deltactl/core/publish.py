@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltactl.core import trl
+from deltactl.core.advice import AUTO, BANDWIDTH, Advice, advise
 from deltactl.core.anchor import is_plain_path
 from deltactl.core.anchor_check import aux_files, has_file
 from deltactl.core.cache import tip_cache
@@ -46,7 +47,8 @@ class PushReport:
     by; ``bytes``: of all objects that were written; ``files``: their names. An anchor's step has
     its delta too. ``written``: False where the step was there already with the same content.
     ``left_behind``: files beside the weights that differ from the newest anchor's, which a delta
-    does not carry.
+    does not carry. ``encoding``: of the delta that was made, None where none was; ``advice``: what
+    it was chosen by, where that was asked for.
     """
 
     step: int
@@ -59,6 +61,8 @@ class PushReport:
     dry_run: bool
     files: tuple[str, ...]
     left_behind: tuple[str, ...] = ()
+    encoding: str | None = None
+    advice: Advice | None = None
 
 
 def push(
@@ -69,6 +73,7 @@ def push(
     anchor_every: int = ANCHOR_EVERY,
     base: Path | None = None,
     encoding: str = DEFAULT,
+    bandwidth: float = BANDWIDTH,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> PushReport:
@@ -77,10 +82,12 @@ def push(
     The first push is an anchor. Later ones are a delta against the tip, which is kept in a local
     cache, or is at ``base``; a step at or past the next multiple of ``anchor_every`` is an anchor
     as well (0: never). Delta first, so that the chain is whole at every moment. A step that is
-    there with the same state is left as it is. Raises Conflict for one with another state, for a
-    step below the tip, and for a base that is not the tip; and what the bucket raises.
+    there with the same state is left as it is. ``encoding`` may be "auto": the one that gets the
+    delta there soonest at ``bandwidth`` bytes a second. Raises Conflict for one with another state,
+    for a step below the tip, and for a base that is not the tip; and what the bucket raises.
     """
-    encoding_named(encoding)
+    if encoding != AUTO:
+        encoding_named(encoding)
     if step is not None:
         check_step(step)
     if anchor_every < 0:
@@ -90,7 +97,9 @@ def push(
             chain = read_chain(bucket)
         except NotFound:
             chain = Chain((), url=bucket.url)
-        publisher = _Publisher(bucket, chain, cached, anchor_every, encoding, dry_run, progress)
+        publisher = _Publisher(
+            bucket, chain, cached, anchor_every, (encoding, bandwidth), dry_run, progress
+        )
         if _is_delta(source):
             if base is not None:
                 raise UsageError("a delta needs no --base: it names its own", file=source)
@@ -114,12 +123,13 @@ class _Publisher:
         chain: Chain,
         cached: Path,
         anchor_every: int,
-        encoding: str,
+        wish: tuple[str, float],
         dry_run: bool,
         progress: Progress,
     ) -> None:
         self._bucket, self._chain, self._cached = bucket, chain, cached
-        self._place, self._encoding = Placement(chain, anchor_every), encoding
+        self._place, self._wish = Placement(chain, anchor_every), wish
+        self._advice: Advice | None = None
         self._dry_run, self._progress = dry_run, progress
         self._seen: tuple[tuple[str, int, int, int], ...] | None = None
 
@@ -137,7 +147,7 @@ class _Publisher:
             with self._scratch() as scratch:
                 delta = scratch / "delta"
                 found = self._diff(checkpoint, base, delta, step)
-                report = _delta_report(found, step, self._dry_run)
+                report = replace(_delta_report(found, step, self._dry_run), advice=self._advice)
                 return self._write(checkpoint, report, delta, keep=base is None)
 
     def _write(
@@ -236,11 +246,15 @@ class _Publisher:
         self, base: Path, result: Checkpoint, out: Path, step: int, tip: int
     ) -> DiffReport:
         with open_checkpoint(base) as opened:
+            encoding, bandwidth = self._wish
+            if encoding == AUTO:
+                self._advice = advise(opened, result, bandwidth)
+                encoding = self._advice.encoding
             return diff(
                 opened,
                 result,
                 out,
-                encoding=self._encoding,
+                encoding=encoding,
                 step=step,
                 base_step=tip,
                 progress=self._progress,
@@ -377,6 +391,7 @@ def _delta_report(found: DiffReport, step: int, dry_run: bool) -> PushReport:
         total_elements=found.total_elements,
         dry_run=dry_run,
         files=(delta_name(step),),
+        encoding=found.encoding,
     )
 
 

@@ -1,27 +1,12 @@
-"""How things are measured: the best of several runs, side by side, and memory from outside."""
+"""How memory is measured: from outside."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-
-def best_in_turn(works: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
-    """Seconds of the fastest run of each, after one warm-up; run in turn, so that a machine whose
-    speed drifts is as slow for one as for the other."""
-    best: dict[str, float] = {}
-    for number in range(rounds + 1):
-        for name, work in works.items():
-            start = time.perf_counter()
-            work()
-            took = time.perf_counter() - start
-            if number:
-                best[name] = min(best.get(name, took), took)
-    return best
 
 
 def anonymous_peak(code: str, arguments: Sequence[str]) -> int:

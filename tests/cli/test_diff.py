@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.core.delta import open_delta
+from deltactl.core.encoding import ENCODINGS
 from tests.cli.conftest import Checkpoints, Cli
 from tests.support.checkpoints import random_tensor, write_safetensors
 
@@ -157,3 +158,29 @@ def test_no_such_checkpoint(flag: str, cli: Cli, checkpoints: Checkpoints, tmp_p
     assert str(tmp_path / "nope") in ran.stderr
     if flag == "--json":
         assert ran.json["error"]["file"] == str(tmp_path / "nope")
+
+
+def test_auto_takes_one_and_says_by_what(
+    cli: Cli, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    out = tmp_path / "delta"
+    command = ("diff", checkpoints.base, checkpoints.result, "--encoding", "auto")
+    found = cli(*command, "-o", out, "--json").json
+    assert [row["encoding"] for row in found["advice"]] == list(ENCODINGS)
+    best = min(found["advice"], key=lambda row: row["seconds"])
+    assert found["encoding"] == best["encoding"] == open_delta(out).header.encoding
+    slow = cli(*command, "--bandwidth", "1", "--json").json
+    assert all(row["seconds"] >= row["bytes"] > 0 for row in slow["advice"])
+    assert slow["encoding"] == min(slow["advice"], key=lambda row: row["bytes"])["encoding"]
+    shown = cli(*command, "--bandwidth", "100M").stdout
+    assert "made, shipped at 100 MB/s, decoded" in shown
+    assert re.search(r"^taken: (\w+)$", shown, re.MULTILINE)
+
+
+def test_without_auto_there_is_no_advice(cli: Cli, checkpoints: Checkpoints) -> None:
+    command = ("diff", checkpoints.base, checkpoints.result)
+    assert cli(*command, "--json").json["advice"] is None
+    ran = cli(*command, "--bandwidth", "100M")
+    assert ran.code == 2
+    assert "--bandwidth is for --encoding auto" in ran.stderr
+    assert cli(*command, "--encoding", "auto", "--bandwidth", "fast").code == 2

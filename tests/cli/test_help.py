@@ -13,11 +13,12 @@ import pytest
 import typer.main
 
 from deltactl import __version__
-from deltactl.cli import exits
+from deltactl.cli import exits, options
 from deltactl.cli.app import app
 from deltactl.cli.manual import Verb
 from deltactl.cli.options import EncodingName
 from deltactl.cli.verify import Level
+from deltactl.core.advice import AUTO, BANDWIDTH
 from deltactl.core.encoding import DEFAULT, ENCODINGS
 from deltactl.core.publish import ANCHOR_EVERY
 from deltactl.core.verify import LEVELS
@@ -43,7 +44,8 @@ WRITES = ("push", "copy")
 
 
 def test_the_commands() -> None:
-    expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "demo"]
+    expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "bench"]
+    expected += ["demo"]
     assert list(VERBS) == expected
 
 
@@ -113,7 +115,8 @@ def test_the_list_of_commands_shows_whole_summaries(name: str, cli: Cli) -> None
 
 
 def test_the_words_of_the_interface_are_the_librarys() -> None:
-    assert set(get_args(EncodingName)) == set(ENCODINGS)
+    assert set(get_args(EncodingName)) == {*ENCODINGS, AUTO}
+    assert options.rate(options.BANDWIDTH) == BANDWIDTH
     assert get_args(Level) == LEVELS
     defaults = {(verb, param.name): param.default for verb, param in PARAMS}
     assert defaults["diff", "encoding"] == defaults["push", "encoding"] == DEFAULT

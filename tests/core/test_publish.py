@@ -787,3 +787,20 @@ def test_an_unused_file_of_a_lost_race_does_not_disturb_readers(tmp_path: Path) 
     write_safetensors(tmp_path / "bucket/anchors/step_000001/model.safetensors", stray)
     write_hf_directory(tmp_path / "bucket/anchors/step_000001", stray, shards=1)
     assert_whole(bucket, dict(enumerate(states(3), 1)), tmp_path / "pulled")
+
+
+def test_auto_publishes_in_the_encoding_that_is_advised(
+    tmp_path: Path, bucket: LocalBucket
+) -> None:
+    """At a byte a second that is the smallest."""
+    first, second = write_steps(tmp_path, states(2))
+    anchor = push(first, bucket, encoding="auto")
+    assert (anchor.encoding, anchor.advice) == (None, None)
+    report = push(second, bucket, encoding="auto", bandwidth=1)
+    assert report.advice is not None
+    smallest = min(report.advice.estimates, key=lambda estimate: estimate.bytes)
+    assert report.encoding == report.advice.encoding == smallest.encoding
+    bucket.fetch("deltas/step_000002.safetensors", tmp_path / "delta")
+    assert open_delta(tmp_path / "delta").header.encoding == report.encoding
+    pull(bucket, tmp_path / "pulled")
+    assert holds(tmp_path / "pulled", states(2)[1])
