@@ -89,6 +89,7 @@ def stored(dtype: str, kind: str, values: Sequence[int]) -> StoredPart:
 # There and back.
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("dtype", BITS)
 @given(data=st.data())
@@ -103,6 +104,7 @@ def test_round_trip(encoding: str, dtype: str, data: st.DataObject) -> None:
         assert np.array_equal(decoded(decoder, old, block), new)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("dtype", BITS)
 def test_every_special_pattern_to_every_other(encoding: str, dtype: str) -> None:
@@ -113,6 +115,7 @@ def test_every_special_pattern_to_every_other(encoding: str, dtype: str) -> None
     assert np.array_equal(decoded(decoder, old), new)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 def test_real_blocks(encoding: str) -> None:
     """Changes on both sides of the borders of blocks of the real size, and a block without any."""
@@ -139,6 +142,7 @@ def test_what_is_absolute_needs_no_base(encoding: str) -> None:
     assert (new[3], new[50]) == (7, 7)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
@@ -180,6 +184,7 @@ def test_whole_deltas_of_many_small_blocks(
 # Streams of integers.
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("kind", ["<u1", "<u2", "<u4", "<u8"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -611,6 +616,7 @@ def test_positions_past_the_end_of_a_short_block() -> None:
             decode_ulp("BF16", old[:60], data)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("seed", range(8))
 def test_mutated_parts_are_decoded_or_malformed(seed: int) -> None:
     """Flipped, cut, doubled, zeroed and random bytes: no other exception, none out of range."""
