@@ -3,8 +3,8 @@
 Where each element changes with the same probability p, gaps are geometric, and of all codes with a
 whole number of bits a value Golomb's is the best (Golomb 1966, "Run-length encodings"; Gallager and
 Van Voorhis 1975, "Optimal source codes for geometrically distributed integer alphabets"): with one
-parameter and no table, within 0.05 bits of the entropy a gap where their mean is 2 or more, and 0.11
-where it is 1 or more, which in a set it always is.
+parameter and no table, within 0.05 bits of the entropy a gap where their mean is 2 or more, and
+0.11 where it is 1 or more, which in a set it always is.
 
 A stream of n > 0 values: the parameter m > 0 and the sum of the quotients, both as LEB128; the
 quotients ``value // m`` in unary, as many 0 bits and a 1; the remainders in truncated binary, in
