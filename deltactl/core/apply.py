@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -269,12 +270,14 @@ def write_result(
     """
     if not base.is_directory:
         with atomic_file(out) as file:
-            written = write_file(base, deltas, file, progress=progress)
+            with _blamed_on_the_base(base, deltas):
+                written = write_file(base, deltas, file, progress=progress)
             prove(base, deltas, written, expected)
         return written
     with atomic_directory(out) as directory:
         aux = {} if in_place else base.aux
-        written = write_directory(base, deltas, directory, aux=aux, progress=progress)
+        with _blamed_on_the_base(base, deltas):
+            written = write_directory(base, deltas, directory, aux=aux, progress=progress)
         prove(base, deltas, written, expected)
         if in_place:
             carry_over(out, directory, {shard.file for shard in base.shards})
@@ -290,11 +293,7 @@ def prove(
     """
     if expected is None or written.state == expected:
         return
-    first = deltas[0].header.base_state if deltas else None
-    if first is not None:
-        found = state_of(base)
-        if found != first:
-            raise another_base(deltas[0], found)
+    _check_base(base, deltas)
     check_tensors(written, deltas)
     raise Malformed(
         "the result does not have the state that it is named by",
@@ -302,6 +301,27 @@ def prove(
         expected=expected,
         found=written.state,
     )
+
+
+@contextmanager
+def _blamed_on_the_base(base: Checkpoint, deltas: Sequence[Delta]) -> Iterator[None]:
+    """Where changes cannot be decoded: upon another base those of some encodings never can.
+
+    Raises Conflict if it is another.
+    """
+    try:
+        yield
+    except Malformed:
+        _check_base(base, deltas)
+        raise
+
+
+def _check_base(base: Checkpoint, deltas: Sequence[Delta]) -> None:
+    first = deltas[0].header.base_state if deltas else None
+    if first is not None:
+        found = state_of(base)
+        if found != first:
+            raise another_base(deltas[0], found)
 
 
 def carry_over(old: Path, new: Path, weights: Set[str]) -> None:

@@ -261,13 +261,16 @@ def _write(
             written = write_directory(base, deltas, directory, aux=aux, progress=progress)
         except Conflict as error:  # between links of one chain; no other checkpoint is in the play
             raise Malformed(error.what, **_where(error)) from None
+        except Malformed:  # upon a torn anchor the changes of some encodings cannot be decoded
+            if anchor is not None:
+                _check_tensors(base, anchor)
+            raise
         if anchor is not None:
             for file in anchor_files(anchor):
                 place = base.path if file.is_shard else directory
                 check_file(place / file.name, file, anchor)
             if expected is not None and written.state != expected:
-                for fault in tensor_faults(base, anchor):  # whether its own bytes are to blame
-                    raise fault
+                _check_tensors(base, anchor)  # whether its own bytes are to blame
         prove(base, deltas, written, expected)
         if replaces:
             carry_over(dest, directory, _weights_of(dest))
@@ -275,6 +278,11 @@ def _write(
         (directory / MARKER).unlink(missing_ok=True)
         (directory / MARKER).write_text(json.dumps(marker) + "\n")
     return written.state
+
+
+def _check_tensors(base: Checkpoint, anchor: Link) -> None:
+    for fault in tensor_faults(base, anchor):
+        raise fault
 
 
 def _where(error: DeltactlError) -> dict[str, Any]:

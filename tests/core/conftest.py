@@ -8,7 +8,19 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+from deltactl.core import native
+from tests.support.tools import need_kernel
+
 NOBODY = 65534
+
+
+@pytest.fixture(scope="module", params=["kernel", "numpy"])
+def loops(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test with the compiled inner loops, and again as it is where there are none."""
+    kernel = need_kernel() if request.param == "kernel" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "KERNEL", kernel)
+        yield
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 from random import Random
 
@@ -32,52 +31,11 @@ from deltactl.core.errors import Malformed, Unsupported, UsageError
 from deltactl.core.files import Spool
 from tests.support.adversarial import Bits, pairs, small_blocks, special_bits, unsigned, width_of
 from tests.support.checkpoints import BITS, read_tensors, write_safetensors
+from tests.support.parts import decoded, encoded
 
 FEW = settings(max_examples=20, deadline=None)
 ALL = sorted(ENCODINGS)
 GOOD_IDX = {"raw": ("I32", "<i4"), "gap_delta": ("U16", "<u2")}
-
-
-def encoded(
-    encoding: str, dtype: str, old: Bits, new: Bits, block: int = BLOCK
-) -> dict[str, StoredPart]:
-    """The parts of a tensor as a reader finds them. To be called with blocks of that size."""
-    codec = ENCODINGS[encoding]
-    with Spool() as spool:
-        blocks = []
-        for start in range(0, old.size, block):
-            before, after = old[start : start + block], new[start : start + block]
-            at = np.flatnonzero(before != after)
-            if at.size:
-                streams = codec.encode(before, at, before[at], after[at], dtype)
-                segments = tuple(map(spool.append, streams))
-                blocks.append(EncodedBlock(start // block, at.size, segments))
-        parts = codec.parts(Target("", "w", dtype, old.size), blocks, spool)
-        stored = {part.suffix: (part, b"".join(part.pieces)) for part in parts}
-    assert tuple(stored) == codec.suffixes
-    for part, data in stored.values():
-        assert len(data) == prod(part.shape) * width_of(part.dtype)
-    return {
-        suffix: StoredPart(part.dtype, part.shape, np.frombuffer(data, np.uint8))
-        for suffix, (part, data) in stored.items()
-    }
-
-
-def decoded(decoder: Decoder, old: Bits, block: int = BLOCK) -> Bits:
-    """The tensor after the changes; every block is asked for, twice, and in no order."""
-    new = old.copy()
-    starts = list(range(0, old.size, block))
-    Random(1).shuffle(starts)
-    for start in starts * 2:
-        base = old[start : start + block]
-        changes = decoder.block(start // block, base)
-        assert changes.positions.dtype == np.int64
-        assert np.all(np.diff(changes.positions) > 0)
-        new[start : start + block] = base
-        # In parts, the last of which is empty or short.
-        for at in range(0, base.size + 1, max(1, base.size // 3)):
-            changes.put(new[start + at : start + min(at + max(1, base.size // 3), base.size)], at)
-    return new
 
 
 def stored(dtype: str, kind: str, values: Sequence[int]) -> StoredPart:
@@ -89,6 +47,7 @@ def stored(dtype: str, kind: str, values: Sequence[int]) -> StoredPart:
 # There and back.
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("dtype", BITS)
 @given(data=st.data())
@@ -103,6 +62,7 @@ def test_round_trip(encoding: str, dtype: str, data: st.DataObject) -> None:
         assert np.array_equal(decoded(decoder, old, block), new)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("dtype", BITS)
 def test_every_special_pattern_to_every_other(encoding: str, dtype: str) -> None:
@@ -113,6 +73,7 @@ def test_every_special_pattern_to_every_other(encoding: str, dtype: str) -> None
     assert np.array_equal(decoded(decoder, old), new)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 def test_real_blocks(encoding: str) -> None:
     """Changes on both sides of the borders of blocks of the real size, and a block without any."""
@@ -139,6 +100,7 @@ def test_what_is_absolute_needs_no_base(encoding: str) -> None:
     assert (new[3], new[50]) == (7, 7)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
@@ -180,6 +142,7 @@ def test_whole_deltas_of_many_small_blocks(
 # Streams of integers.
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("kind", ["<u1", "<u2", "<u4", "<u8"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
@@ -611,6 +574,7 @@ def test_positions_past_the_end_of_a_short_block() -> None:
             decode_ulp("BF16", old[:60], data)
 
 
+@pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("seed", range(8))
 def test_mutated_parts_are_decoded_or_malformed(seed: int) -> None:
     """Flipped, cut, doubled, zeroed and random bytes: no other exception, none out of range."""

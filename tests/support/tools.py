@@ -1,4 +1,4 @@
-"""Programs that some tests need beside Python."""
+"""Programs and compiled code that some tests need beside Python."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from deltactl.core import native
 
 REQUIRED = "DELTACTL_TEST_REQUIRE_TOOLS"
 """If this is set in the environment, as in .ci/run, a missing program fails the test."""
@@ -18,7 +21,18 @@ def need(name: str) -> str:
     installed."""
     path = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if path is None:
-        if os.environ.get(REQUIRED):
-            pytest.fail(f"{name} is not installed")
-        pytest.skip(f"{name} is not installed")
+        _missing(f"{name} is not installed")
     return path
+
+
+def need_kernel() -> native.Kernel:
+    """The compiled inner loops; skips the test where they were not compiled."""
+    if native.KERNEL is None:
+        _missing("deltactl was installed without its kernel")
+    return native.KERNEL
+
+
+def _missing(what: str) -> NoReturn:
+    if os.environ.get(REQUIRED):
+        pytest.fail(what)
+    pytest.skip(what)

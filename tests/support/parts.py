@@ -1,0 +1,55 @@
+"""The parts of one tensor in a delta, written and read without a file."""
+
+from __future__ import annotations
+
+from math import prod
+from random import Random
+
+import numpy as np
+
+from deltactl.core.encoding import ENCODINGS
+from deltactl.core.encoding.base import BLOCK, Decoder, EncodedBlock, StoredPart, Target
+from deltactl.core.files import Spool
+from tests.support.adversarial import Bits, width_of
+
+
+def encoded(
+    encoding: str, dtype: str, old: Bits, new: Bits, block: int = BLOCK
+) -> dict[str, StoredPart]:
+    """The parts of a tensor as a reader finds them. To be called with blocks of that size."""
+    codec = ENCODINGS[encoding]
+    with Spool() as spool:
+        blocks = []
+        for start in range(0, old.size, block):
+            before, after = old[start : start + block], new[start : start + block]
+            at = np.flatnonzero(before != after)
+            if at.size:
+                streams = codec.encode(before, at, before[at], after[at], dtype)
+                segments = tuple(map(spool.append, streams))
+                blocks.append(EncodedBlock(start // block, at.size, segments))
+        parts = codec.parts(Target("", "w", dtype, old.size), blocks, spool)
+        stored = {part.suffix: (part, b"".join(part.pieces)) for part in parts}
+    assert tuple(stored) == codec.suffixes
+    for part, data in stored.values():
+        assert len(data) == prod(part.shape) * width_of(part.dtype)
+    return {
+        suffix: StoredPart(part.dtype, part.shape, np.frombuffer(data, np.uint8))
+        for suffix, (part, data) in stored.items()
+    }
+
+
+def decoded(decoder: Decoder, old: Bits, block: int = BLOCK) -> Bits:
+    """The tensor after the changes; every block is asked for, twice, and in no order."""
+    new = old.copy()
+    starts = list(range(0, old.size, block))
+    Random(1).shuffle(starts)
+    for start in starts * 2:
+        base = old[start : start + block]
+        changes = decoder.block(start // block, base)
+        assert changes.positions.dtype == np.int64
+        assert np.all(np.diff(changes.positions) > 0)
+        new[start : start + block] = base
+        # In parts, the last of which is empty or short.
+        for at in range(0, base.size + 1, max(1, base.size // 3)):
+            changes.put(new[start + at : start + min(at + max(1, base.size // 3), base.size)], at)
+    return new
