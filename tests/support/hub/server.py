@@ -100,6 +100,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away is nothing to print about."""
+
 
 class _Dropped(Exception):
     """The connection ends here."""
