@@ -127,8 +127,8 @@ class SplitSteps:
         return np.where(down.view(np.bool_), ~steps, steps + steps.dtype.type(1))
 
 
-def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, int]:
-    """The steps between elements that differ, and how many of them are longer than one unit."""
+def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, Positions]:
+    """The steps between elements that differ, and which of them are longer than one unit."""
     if native.KERNEL is not None:
         down, beyond, longer = native.KERNEL.steps(before, after, dtype in SIGN_MAGNITUDE)
         return SplitSteps(down, beyond), longer
@@ -136,7 +136,7 @@ def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, int]
     beyond = np.abs(steps).view(before.dtype)  # as unsigned, right for the lowest step too
     beyond -= beyond.dtype.type(1)
     found = SplitSteps(np.packbits(steps < 0, bitorder="little"), beyond)
-    return found, int(np.count_nonzero(beyond))
+    return found, np.flatnonzero(beyond)
 
 
 def take_split_steps(

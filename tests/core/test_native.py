@@ -147,7 +147,7 @@ def test_touch_sum(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch) -> No
         assert same(*both(monkeypatch, lambda index=index: touch_sum(at, found, index)))
 
 
-def steps_of(before: Bits, after: Bits, dtype: str) -> tuple[Array, Array, int]:
+def steps_of(before: Bits, after: Bits, dtype: str) -> tuple[Array, Array, Array]:
     """What ``split_steps`` gives, as one tuple."""
     steps, longer = split_steps(before, after, dtype)
     return steps.down, steps.beyond, longer

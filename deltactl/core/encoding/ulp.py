@@ -78,8 +78,8 @@ class SteppedBits:
         take_split_steps(elements, start, self.positions, self.steps, within, self.dtype)
 
 
-def encode_ulp(positions: Positions, steps: SplitSteps, longer: int) -> bytes:
-    """A block with changes; ``longer``: how many steps are longer than one unit."""
+def encode_ulp(positions: Positions, steps: SplitSteps, longer: Positions) -> bytes:
+    """A block with changes; ``longer``: which of the steps are longer than one unit."""
     return integers.encode(gaps_of(positions)) + _encode_steps(steps, longer)
 
 
@@ -106,13 +106,12 @@ def gaps_of(positions: Positions) -> npt.NDArray[np.uint32]:
     return gaps.view(np.uint32)
 
 
-def _encode_steps(steps: SplitSteps, count: int) -> bytes:
-    longer = np.flatnonzero(steps.beyond)
+def _encode_steps(steps: SplitSteps, longer: Positions) -> bytes:
     lengths = steps.beyond.take(longer)
     return b"".join(
         [
             steps.down.tobytes(),
-            count.to_bytes(4, "little"),
+            longer.size.to_bytes(4, "little"),
             integers.encode(gaps_of(longer)),
             integers.encode(lengths - lengths.dtype.type(1)),
         ]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 LIBRARY = "kernel.shared"
 """The file beside this one that .ci/build_hook.py compiles from kernel.c; not a name to import."""
 
-_VERSION = 1  # of the functions' signatures: as deltactl_kernel_version in kernel.c
+_VERSION = 2  # of the functions' signatures: as deltactl_kernel_version in kernel.c
 _WIDTHS = (1, 2, 4, 8)
 
 Array = npt.NDArray[Any]
@@ -39,7 +39,7 @@ class Kernel:
             library, "compare", _COUNT, (p, p, _COUNT, _COUNT, _U64, p, p, p, p)
         )
         self._touch_sum = _by_width(library, "touch_sum", _U64, (p, p, _COUNT, _U64))
-        self._steps = _by_width(library, "steps", _COUNT, (p, p, _COUNT, _INT, p, p))
+        self._steps = _by_width(library, "steps", _COUNT, (p, p, _COUNT, _INT, p, p, p))
         self._take_steps = _by_width(
             library, "take_steps", None, (p, _COUNT, p, p, p, _COUNT, _COUNT, _INT)
         )
@@ -67,14 +67,16 @@ class Kernel:
         found: int = self._touch_sum[bits.itemsize](*_at(positions, bits), bits.size, index)
         return found
 
-    def steps(self, before: Array, after: Array, sign_magnitude: bool) -> tuple[Array, Array, int]:
-        """Signs packed into bytes, lengths less one, and how many of those are not 0."""
-        down = np.zeros(-(-before.size // 8), np.uint8)
-        beyond = np.empty(before.size, before.dtype)
-        longer: int = self._steps[before.itemsize](
-            *_at(before, after), before.size, sign_magnitude, *_at(down, beyond)
+    def steps(
+        self, before: Array, after: Array, sign_magnitude: bool
+    ) -> tuple[Array, Array, Array]:
+        """Signs packed into bytes, lengths less one, and the places of those that are not 0."""
+        down = np.empty(-(-before.size // 8), np.uint8)
+        beyond, longer = np.empty(before.size, before.dtype), np.empty(before.size, np.int64)
+        count: int = self._steps[before.itemsize](
+            *_at(before, after), before.size, sign_magnitude, *_at(down, beyond, longer)
         )
-        return down, beyond, longer
+        return down, beyond, longer[:count]
 
     def take_steps(
         self,

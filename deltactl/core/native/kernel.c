@@ -23,7 +23,7 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
 typedef uint8_t u8;
 
 /* Raised whenever a signature changes: an old build beside new code is not used. */
-int deltactl_kernel_version(void) { return 1; }
+int deltactl_kernel_version(void) { return 2; }
 
 static inline uint64_t mix64(uint64_t index, uint64_t bits) {
     uint64_t z = index * 0x9E3779B97F4A7C15u + bits;
@@ -32,13 +32,18 @@ static inline uint64_t mix64(uint64_t index, uint64_t bits) {
     return z ^ (z >> 31);
 }
 
+/* The lowest bits of eight bytes, as the bits of one. */
+static inline u8 gather_eight(uint64_t bytes) {
+    return (u8)(((bytes & 0x0101010101010101u) * 0x0102040810204080u) >> 56);
+}
+
 /* 64 flags of one byte, 0 or 1, as 64 bits. */
 static inline uint64_t gather_flags(const u8 *flags) {
     uint64_t mask = 0;
     for (int j = 0; j < 8; j++) {
         uint64_t eight;
         memcpy(&eight, flags + 8 * j, 8);
-        mask |= ((eight * 0x0102040810204080u) >> 56) << (8 * j);
+        mask |= (uint64_t)gather_eight(eight) << (8 * j);
     }
     return mask;
 }
@@ -125,23 +130,30 @@ TOUCH_SUM(8, u64)
 #define UNORDERED(W, T, x, is_float)                                                               \
     ((T)((x) ^ (((T)~NEGATIVE(W, T, x) | TOP(W, T)) & (is_float))))
 
-/* Steps in units in the last place: one bit each in `down`, ceil(n / 8) zeroed bytes, and how far
- * beyond one unit in `beyond`. A step is never 0. Returns how many are longer than one unit. */
+/* Steps in units in the last place: one bit each in `down`, ceil(n / 8) bytes, how far beyond one
+ * unit in `beyond`, and the places of those that are longer than one unit in `longer`, which holds
+ * n. A step is never 0. Returns how many are longer. */
 #define STEPS(W, T)                                                                                \
     int64_t deltactl_steps_##W(const T *before, const T *after, int64_t n, int sign_magnitude,     \
-                               u8 *down, T *beyond) {                                              \
+                               u8 *down, T *beyond, int64_t *longer) {                             \
         const T is_float = (T)(0 - (T)(sign_magnitude != 0));                                      \
-        int64_t longer = 0;                                                                        \
-        for (int64_t i = 0; i < n; i++) {                                                          \
-            T a = before[i], b = after[i];                                                         \
-            T step = (T)(ORDERED(W, T, b, is_float) - ORDERED(W, T, a, is_float));                 \
-            T is_down = (T)(step >> (8 * W - 1));                                                  \
-            T far = (T)(((T)(step ^ (T)(0 - is_down)) + is_down) - 1);                             \
-            down[i >> 3] |= (u8)(is_down << (i & 7));                                              \
-            beyond[i] = far;                                                                       \
-            longer += far != 0;                                                                    \
+        int64_t count = 0;                                                                         \
+        for (int64_t at = 0; at < n; at += 8) {                                                    \
+            unsigned byte = 0;                                                                     \
+            int64_t stop = n - at < 8 ? n : at + 8;                                                \
+            for (int64_t i = at; i < stop; i++) {                                                  \
+                T a = before[i], b = after[i];                                                     \
+                T step = (T)(ORDERED(W, T, b, is_float) - ORDERED(W, T, a, is_float));             \
+                T is_down = (T)(step >> (8 * W - 1));                                              \
+                T far = (T)(((T)(step ^ (T)(0 - is_down)) + is_down) - 1);                         \
+                byte |= (unsigned)is_down << (i - at);                                             \
+                beyond[i] = far;                                                                   \
+                longer[count] = i;                                                                 \
+                count += far != 0;                                                                 \
+            }                                                                                      \
+            down[at >> 3] = (u8)byte;                                                              \
         }                                                                                          \
-        return longer;                                                                             \
+        return count;                                                                              \
     }
 STEPS(1, u8)
 STEPS(2, u16)
@@ -187,13 +199,14 @@ FAST int64_t deltactl_split(const uint32_t *values, int64_t n, int k, u8 *planes
         escapes += above >= 255;
     }
     for (int64_t at = 0; at < stride; at++) {
-        const uint32_t *v = values + 8 * at;
         uint32_t eight[8] = {0};
-        memcpy(eight, v, (size_t)(n - 8 * at < 8 ? n - 8 * at : 8) * sizeof *v);
-        for (int bit = 0; bit < k; bit++) {
-            uint32_t byte = 0;
-            for (int j = 0; j < 8; j++) byte |= ((eight[j] >> bit) & 1) << j;
-            planes[bit * stride + at] = (u8)byte;
+        int64_t left = n - 8 * at;
+        memcpy(eight, values + 8 * at, (size_t)(left < 8 ? left : 8) * sizeof *values);
+        for (int low = 0; low < k; low += 8) {
+            uint64_t lanes = 0; /* eight bits of each of the eight values */
+            for (int j = 0; j < 8; j++) lanes |= (uint64_t)(u8)(eight[j] >> low) << (8 * j);
+            for (int bit = low; bit < k && bit < low + 8; bit++)
+                planes[bit * stride + at] = gather_eight(lanes >> (bit - low));
         }
     }
     return escapes;
