@@ -27,6 +27,10 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
     scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://", url)
     if not url:
         raise UsageError("the bucket has no name")
+    if scheme is None and re.match(r"(s3|gs|az|hf|file|https?):", url, re.IGNORECASE):
+        what = "the bucket's name begins like an address and is none"
+        hint = "write SCHEME://, or ./ before the name of a directory"
+        raise UsageError(what, expected="s3://BUCKET/PREFIX, a directory or the like", hint=hint)
     throttle = None if limit_rate is None else Throttle(limit_rate)
     if scheme is None:
         return LocalBucket(Path(url), jobs or _LOCAL_JOBS, throttle)

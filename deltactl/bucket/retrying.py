@@ -13,7 +13,7 @@ from deltactl.core.store import Bucket, Object, holds_bytes
 
 R = TypeVar("R")
 
-_TRIES = 5
+_TRIES = 9
 _PATIENCE = 60.0  # seconds, waits and tries together
 _FIRST_WAIT = 1.0  # seconds at most; doubled from try to try
 _LONGEST_WAIT = 20.0

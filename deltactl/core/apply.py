@@ -99,6 +99,9 @@ def _check_target(base: Checkpoint, base_path: Path, out: Path | None) -> None:
             what = "only safetensors checkpoints can be changed in place"
             raise UsageError(what, file=base_path, hint="write to a new place with -o OUT")
         return
+    if out.resolve() == base_path.resolve():
+        what = "the output is the base itself"
+        raise UsageError(what, file=out, hint="change it in place with --in-place")
     if not base.is_directory and out.suffix in TORCH_SUFFIXES:
         what = "the output would be a safetensors file with the name of a PyTorch file"
         raise UsageError(what, file=out, hint=f"-o {out.with_suffix('.safetensors')}")

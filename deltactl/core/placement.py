@@ -20,9 +20,10 @@ class Placement:
         newest = chain.steps[-1] if chain.steps else None
         if chain.problems or newest != chain.tip or chain.starts != chain.anchors:
             raise Conflict(
-                "the chain is broken, nothing can be put on its end",
+                "the chain is damaged, and nothing is put on its end until it is sound",
                 file=chain.url,
                 step=newest,
+                found=chain.problems[0] if chain.problems else None,
                 hint=f"deltactl verify {chain.url}",
             )
         if newest is not None and chain.state_at(newest) is None:

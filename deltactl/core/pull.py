@@ -70,10 +70,12 @@ class PullReport:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a directory holds: its state, and the chain's step of that state, if it is one."""
+    """What a directory holds: its state, the chain's step of that state, if it is one, and the step
+    that pull marked it by, if it is unchanged since: the chain may have lost that step."""
 
     state: str
     step: int | None
+    marked: int | None = None
 
 
 def pull(
@@ -101,9 +103,9 @@ def materialize(
 ) -> PullReport:
     """``pull`` of a chain whose headers have been read."""
     recover(dest.resolve())
-    wanted = wanted_step(chain, step)
+    held = _look(chain, dest, step, progress)
+    wanted = wanted_step(chain, step) if step is not None else _newest(chain, dest, held)
     newer = () if step is not None else tuple(s for s in chain.all_steps if s > wanted)
-    held = _look(chain, dest, wanted, progress)
     if held is not None and held.step == wanted:
         discard_downloads(dest.resolve())
         size = _mend(bucket, chain, dest, wanted)
@@ -169,8 +171,44 @@ def wanted_step(chain: Chain, step: int | None) -> int:
     )
 
 
-def _look(chain: Chain, dest: Path, wanted: int, progress: Progress) -> _Held | None:
-    """What ``dest`` holds; None for nothing. Raises Conflict unless it may be replaced."""
+def _newest(chain: Chain, dest: Path, held: _Held | None) -> int:
+    """The newest step that can be had, from an anchor or from what ``dest`` holds.
+
+    Raises Conflict where ``dest`` holds a newer one: to go back is for its user to say.
+    """
+    if held is None or (held.step is None and held.marked is None):
+        return wanted_step(chain, None)
+    best = chain.tip if chain.tip is not None else -1
+    if held.step is not None:
+        best = max(best, _reached(chain, held.step, above=best))
+    have = max(s for s in (held.step, held.marked) if s is not None)
+    if best < have:
+        raise Conflict(
+            "the destination holds a newer step than the bucket can give",
+            file=dest,
+            expected=f"step {have} or above in {chain.url}",
+            found=f"step {best}" if best >= 0 else "no step that can be rebuilt",
+            hint=f"deltactl verify {chain.url}; to go back, name the step: --step {max(best, 0)}",
+        )
+    return best
+
+
+def _reached(chain: Chain, have: int, above: int) -> int:
+    """The newest step that deltas lead to from the one at hand; that itself where none do."""
+    for step in reversed(chain.steps):
+        if step <= max(have, above):
+            break
+        with contextlib.suppress(DeltactlError):
+            chain.path_from(have, step)
+            return step
+    return have
+
+
+def _look(chain: Chain, dest: Path, wanted: int | None, progress: Progress) -> _Held | None:
+    """What ``dest`` holds, as a step up to ``wanted``; None for nothing.
+
+    Raises Conflict unless it may be replaced.
+    """
     if dest.is_file():
         raise UsageError("the destination is a file; pull writes a directory", file=dest)
     if not dest.exists() or not any(dest.iterdir()):
@@ -185,13 +223,15 @@ def _look(chain: Chain, dest: Path, wanted: int, progress: Progress) -> _Held | 
         return _Held("", None)
     steps = [link.step for link in chain.links if link.result_state == state]
     if steps:
-        return _Held(state, max((s for s in steps if s <= wanted), default=None))
+        return _Held(state, max((s for s in steps if wanted is None or s <= wanted), default=None))
     if marker is None:
         raise _not_ours(dest, f"state {state}")
     same = marker.get("state") == state and marker.get("bucket") == chain.url
     step = marker.get("step")
-    if not same or not isinstance(step, int) or step > wanted or not chain.links_at(step):
+    if not same or not isinstance(step, int):
         return _Held(state, None)
+    if (wanted is not None and step > wanted) or not chain.links_at(step):
+        return _Held(state, None, step)
     # Only links without digests leave nothing but the marker's word for which step this is.
     return _Held(state, step if chain.state_at(step) is None else None)
 

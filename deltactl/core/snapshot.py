@@ -98,8 +98,9 @@ def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:
 
 def _other_content(bucket: Bucket, name: str, step: int) -> Conflict:
     return Conflict(
-        "an unfinished anchor of other content has the step's place",
+        "an anchor of other content, finished or not, has the step's place",
         file=name,
         step=step,
-        hint=f"remove {anchor_directory(step)} from {bucket.url}, or push a later step",
+        hint=f"somebody may be publishing it now: see deltactl log {bucket.url}; push a later "
+        f"step, or, if nobody is, remove {anchor_directory(step)}",
     )

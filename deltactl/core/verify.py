@@ -142,8 +142,9 @@ def _verify_links(chain: Chain, tables: dict[int, Table], report: VerifyReport) 
     if not chain.links and not faults:
         what = "there is nothing to verify: the bucket holds no link"
         faults.append(NotFound(what, file=chain.url))
-    if chain.links and chain.links[0].kind != "anchor":
-        first = chain.links[0]
+    first = chain.links[0] if chain.links else None
+    # Where all before an anchor was removed its step's delta may be left: it is not needed.
+    if first is not None and first.kind != "anchor" and first.step not in chain.starts:
         what = "the chain begins with a delta, and the anchor that it stands on is missing"
         faults.append(Malformed(what, file=first.name, step=first.step))
     broken = set()

@@ -225,6 +225,34 @@ def test_newer_steps_that_cannot_be_rebuilt_are_told(bucket: LocalBucket, dest: 
     assert pull(bucket, dest).newer == (6,), "also where not even its header can be read"
 
 
+def test_what_is_held_leads_on_past_a_damaged_link(bucket: LocalBucket, dest: Path) -> None:
+    """A step that no anchor leads to any more is not given up for an older one."""
+    pull(bucket, dest, step=3)
+    (Path(bucket.url) / "deltas/step_000002.safetensors").write_bytes(b"torn")
+    shutil.rmtree(Path(bucket.url) / "anchors/step_000004")
+    report = pull(bucket, dest)
+    assert (report.step, report.from_step, report.newer) == (6, 3, ())
+    assert read_tensors(dest) == STEPS[5]
+
+
+@pytest.mark.parametrize("damage", ["lost", "torn"])
+def test_a_newer_step_is_never_replaced_unasked(
+    bucket: LocalBucket, dest: Path, damage: str
+) -> None:
+    pull(bucket, dest)
+    for step in (5, 6):
+        link = Path(bucket.url) / f"deltas/step_{step:06d}.safetensors"
+        link.unlink()
+        if damage == "torn":
+            link.write_bytes(b"torn")
+    with pytest.raises(Conflict, match="newer step than the bucket") as caught:
+        pull(bucket, dest)
+    assert "--step 4" in str(caught.value.hint)
+    assert read_tensors(dest) == STEPS[5]
+    assert pull(bucket, dest, step=4).step == 4
+    assert read_tensors(dest) == STEPS[3]
+
+
 def test_a_chain_without_any_anchor(bucket: LocalBucket, dest: Path) -> None:
     shutil.rmtree(Path(bucket.url, "anchors"))
     with pytest.raises(Malformed):
@@ -261,7 +289,7 @@ def test_an_anchor_that_contradicts_the_deltas_is_not_rebuilt_from(
     report = pull(bucket, dest, step=step)
     assert (report.step, report.newer) == (step or 6, ())
     assert holds(dest, STEPS[report.step - 1])
-    with pytest.raises(Conflict, match="chain is broken"):
+    with pytest.raises(Conflict, match="chain is damaged"):
         push(write(tmp_path / "next", next_state(STEPS[5], 6)), bucket)
 
 

@@ -90,6 +90,23 @@ def test_a_sound_chain(root: Path, level: str) -> None:
     assert (report.level, report.links, report.steps) == (level, 9, 7)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_chain_of_which_all_before_an_anchor_was_removed(root: Path, level: str) -> None:
+    """With the delta of the anchor's step or without."""
+    chain = read_chain(LocalBucket(root))
+    anchor = max(chain.anchors)
+    assert anchor in chain.deltas and anchor < chain.steps[-1]
+    for link in chain.links:
+        if link.step < anchor:
+            for item in link.objects:
+                (root / item.name).unlink()
+    assert verify(root, level).ok
+    (root / delta_name(anchor)).unlink()
+    assert verify(root, level).ok
+    (root / delta_name(chain.steps[-1])).write_bytes(b"torn")
+    assert not verify(root, level).ok
+
+
 def test_how_much_is_read(root: Path) -> None:
     size = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     headers = verify(root, "links").bytes_read
