@@ -8,6 +8,7 @@ delta to a new checkpoint on disk, both checked, synced.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,11 +46,12 @@ class Measured:
         self._delta = scratch / f"{encoding}.delta"
         self._rebuilt = scratch / "rebuilt"
         self._report: DiffReport | None = None
+        self._mapped = ExitStack()
 
     def works(self, room: dict[str, Bytes] | None) -> dict[str, Work]:
         """The stages; ``room``: arrays for the result in memory, None where it would not fit."""
         works = {
-            "encode": Work(self._encode, partial(remove, self._delta)),
+            "encode": Work(self._encode, self._forget),
             "decode": Work(self._decode),
             "rebuild": Work(self._rebuild, partial(remove, self._rebuilt)),
         }
@@ -66,9 +68,15 @@ class Measured:
         apply = seconds.get(f"{self._encoding} apply")
         return EncodingRow(self._encoding, self._report, encode, decode, apply, rebuild)
 
+    def _forget(self) -> None:
+        """Unmap what was encoded, which otherwise a process's end does, and is not counted."""
+        self._mapped.close()
+        remove(self._delta)
+
     def _encode(self) -> None:
-        with open_checkpoint(self._a) as base, open_checkpoint(self._b) as result:
-            self._report = diff(base, result, self._delta, encoding=self._encoding)
+        base = self._mapped.enter_context(open_checkpoint(self._a))
+        result = self._mapped.enter_context(open_checkpoint(self._b))
+        self._report = diff(base, result, self._delta, encoding=self._encoding)
 
     def _decode(self) -> None:
         with open_checkpoint(self._a) as base:
