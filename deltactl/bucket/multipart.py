@@ -48,7 +48,12 @@ class Multipart:
                 if not created:
                     with contextlib.suppress(Exception):  # what is raised already says more
                         self._client.abort_multipart_upload(**target)
-            return created
+            return created and self._is_ours(target, token)
+
+    def _is_ours(self, target: dict[str, str], token: str) -> bool:
+        """Look again: not every server judges the condition atomically."""
+        found = self._client.head_object(Bucket=target["Bucket"], Key=target["Key"])
+        return bool(found["Metadata"].get(TOKEN) == token)
 
     def _send(self, target: dict[str, str], source: Source) -> list[dict[str, object]]:
         size = max(PART_BYTES, -(-source.size // _MOST_PARTS))

@@ -168,9 +168,7 @@ class ObjectBucket:
 
     def _create(self, name: str, source: Source, token: str) -> bool:
         if source.size > SINGLE_BYTES:
-            if self._token(name) is not None or not self._large.create(name, source, token):
-                return False
-            return self._token(name) == token  # not every server judges the condition atomically
+            return self._token(name) is None and self._large.create(name, source, token)
         data = source.piece(0, source.size)
         with translated(self._place, name):
             try:
