@@ -6,6 +6,7 @@ not be read again. What a link has to be is known beforehand, from its header.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -98,7 +99,7 @@ class _IndexChecker:
             self.faults.append(error)
 
 
-class _HeaderFirst:
+class _HeaderFirst(ABC):
     """Holds the header of a safetensors file back until it is whole; the rest goes on at once."""
 
     def __init__(self, link: Link, name: str, size: int, length: int | None = None) -> None:
@@ -144,11 +145,13 @@ class _HeaderFirst:
             self.faults.append(Malformed(what, file=self._name, step=self._link.step))
             self._lost = True
 
+    @abstractmethod
     def _header(self, raw: bytes) -> None:
-        raise NotImplementedError
+        """The whole header, once."""
 
+    @abstractmethod
     def _payload(self, data: bytes) -> None:
-        raise NotImplementedError
+        """The bytes after the header, in order, in pieces."""
 
 
 class _DeltaChecker(_HeaderFirst):
