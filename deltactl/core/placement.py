@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deltactl.core.cadence import Cadence, Run
 from deltactl.core.chain import Chain
 from deltactl.core.delta import DeltaHeader
 from deltactl.core.errors import Conflict, UsageError
@@ -9,10 +10,10 @@ from deltactl.core.header import check_step
 
 
 class Placement:
-    """Judges steps against a chain; ``anchor_every``: the cadence, 0 for the first anchor alone."""
+    """Judges steps against a chain; ``cadence`` says which are anchors."""
 
-    def __init__(self, chain: Chain, anchor_every: int) -> None:
-        self._chain, self._anchor_every = chain, anchor_every
+    def __init__(self, chain: Chain, cadence: Cadence) -> None:
+        self._chain, self._cadence = chain, cadence
 
     def next_step(self, step: int | None) -> int:
         """The step to write. Raises Conflict if it is not above the tip, or the chain is broken."""
@@ -50,13 +51,22 @@ class Placement:
             hint="push into a new bucket",
         )
 
-    def anchor_due(self, step: int) -> bool:
-        """TRL's rule, step % N == 0, also where steps are skipped: a multiple of N was reached."""
+    def anchor_due(self, step: int, delta_bytes: int, changed: int) -> bool:
+        """Whether a step, whose delta of so many bytes and changed elements may be in the chain
+        already, is to be an anchor."""
         if not self._chain.anchors:
             return True
-        if not self._anchor_every:
-            return False
-        return step // self._anchor_every > max(self._chain.anchors) // self._anchor_every
+        newest = max(self._chain.anchors)
+        since = [link for at, link in self._chain.deltas.items() if newest < at < step]
+        return self._cadence.due(
+            Run(
+                step=step,
+                anchor_step=newest,
+                anchor_bytes=self._chain.anchors[newest].bytes,
+                delta_bytes=delta_bytes + sum(link.bytes for link in since),
+                changed=changed + sum(link.changed_elements or 0 for link in since),
+            )
+        )
 
     def check_same(self, step: int, state: str) -> None:
         """Raise Conflict if a step that is there has another state than this."""

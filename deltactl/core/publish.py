@@ -14,6 +14,7 @@ from deltactl.core.advice import AUTO, BANDWIDTH, Advice, advise
 from deltactl.core.anchor import is_plain_path
 from deltactl.core.anchor_check import aux_files, has_file
 from deltactl.core.cache import tip_cache
+from deltactl.core.cadence import ANCHOR_EVERY, Cadence, Every
 from deltactl.core.chain import (
     Chain,
     anchor_directory,
@@ -36,9 +37,6 @@ from deltactl.core.pull import materialize
 from deltactl.core.safetensors_io import make_header, read_header
 from deltactl.core.snapshot import Snapshot, put_files, take_snapshot
 from deltactl.core.store import Bucket
-
-ANCHOR_EVERY = 10
-"""TRL's cadence: the first step, and every tenth, is an anchor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +88,14 @@ def push(
         encoding_named(encoding)
     if step is not None:
         check_step(step)
-    if anchor_every < 0:
-        raise UsageError("the cadence of anchors is not negative", found=anchor_every)
+    anchors = Every(anchor_every)
     with tip_cache(bucket.url) as cached:
         try:
             chain = read_chain(bucket)
         except NotFound:
             chain = Chain((), url=bucket.url)
         publisher = _Publisher(
-            bucket, chain, cached, anchor_every, (encoding, bandwidth), dry_run, progress
+            bucket, chain, cached, anchors, (encoding, bandwidth), dry_run, progress
         )
         if _is_delta(source):
             if base is not None:
@@ -122,13 +119,13 @@ class _Publisher:
         bucket: Bucket,
         chain: Chain,
         cached: Path,
-        anchor_every: int,
+        anchors: Cadence,
         wish: tuple[str, float],
         dry_run: bool,
         progress: Progress,
     ) -> None:
         self._bucket, self._chain, self._cached = bucket, chain, cached
-        self._place, self._wish = Placement(chain, anchor_every), wish
+        self._place, self._wish = Placement(chain, anchors), wish
         self._advice: Advice | None = None
         self._dry_run, self._progress = dry_run, progress
         self._seen: tuple[tuple[str, int, int, int], ...] | None = None
@@ -158,7 +155,7 @@ class _Publisher:
         It is copied before anything is put, which shows whether it still is what was compared, and
         becomes the cached tip after everything is.
         """
-        due = self._place.anchor_due(report.step)
+        due = self._anchor_due(report)
         if not due:
             report = replace(report, left_behind=self._left_behind(checkpoint))
         if self._dry_run:
@@ -183,9 +180,15 @@ class _Publisher:
 
     def _finish_anchor(self, checkpoint: Checkpoint, report: PushReport) -> PushReport:
         """An anchor that a push did not live to write is written when the step is pushed again."""
-        if report.step != self._chain.steps[-1] or not self._place.anchor_due(report.step):
+        if report.step != self._chain.steps[-1] or not self._anchor_due(report):
             return report
         return self._anchor(checkpoint, replace(report, written=True), keep=False)
+
+    def _anchor_due(self, report: PushReport) -> bool:
+        """Whether the step of a report, whose link is a delta, is to be an anchor as well."""
+        delta = self._chain.deltas.get(report.step)
+        size = report.bytes if delta is None else delta.bytes
+        return self._place.anchor_due(report.step, size, report.changed_elements or 0)
 
     def _first_anchor(self, checkpoint: Checkpoint, step: int, keep: bool) -> PushReport:
         report = PushReport(
@@ -301,7 +304,7 @@ class _Publisher:
             )
             if not self._dry_run:
                 report = self._put_delta(out, report)
-        if not self._place.anchor_due(step):
+        if not self._anchor_due(report):
             return report
         if self._dry_run:
             return replace(report, kind="anchor")

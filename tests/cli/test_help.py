@@ -19,8 +19,8 @@ from deltactl.cli.manual import Verb
 from deltactl.cli.options import EncodingName
 from deltactl.cli.verify import Level
 from deltactl.core.advice import AUTO, BANDWIDTH
+from deltactl.core.cadence import ANCHOR_EVERY
 from deltactl.core.encoding import DEFAULT, ENCODINGS
-from deltactl.core.publish import ANCHOR_EVERY
 from deltactl.core.verify import LEVELS
 from tests.cli.conftest import COMMAND, Cli
 
