@@ -21,6 +21,7 @@ from deltactl.bucket.staged import PREFIX as STAGED
 from deltactl.bucket.throttle import Throttle
 from deltactl.bucket.together import together
 from deltactl.core.errors import NotFound, Transient
+from deltactl.core.files import write_at
 from deltactl.core.store import Object
 
 if TYPE_CHECKING:
@@ -86,11 +87,11 @@ class ObjectBucket:
                     if found["path"] and not found["path"].startswith(STAGED):
                         yield Object(found["path"], found["size"])
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
         check_name(name)
         with translated(self._place, name):
             found = self._open(name, start, stop)
-            return b"" if found is None else bytes(self._body(name, found, start, stop))
+            return b"" if found is None else self._body(name, found, start, stop)
 
     def _open(
         self, name: str, start: int, stop: int, version: str | None = None
@@ -140,7 +141,7 @@ class ObjectBucket:
                     raise changed(self._place, name)
                 data = self._body(name, found, start, stop)
                 with writing:
-                    _write(descriptor, data, start)
+                    write_at(descriptor, data, start)
 
         together(self._pool, fetch, range(0, size, PART_BYTES))
 
@@ -202,9 +203,3 @@ def _new_file(path: Path) -> Iterator[int]:
         raise
     finally:
         os.close(descriptor)
-
-
-def _write(descriptor: int, data: memoryview, at: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, at)
-        data, at = data[count:], at + count

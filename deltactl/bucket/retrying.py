@@ -63,7 +63,7 @@ class RetryingBucket:
     def list(self) -> Iterable[Object]:
         return self._again(lambda: [*self._bucket.list()])  # as a whole: a page may fail
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
+    def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
         return self._again(lambda: self._bucket.read(name, start, stop))
 
     def fetch(self, name: str, target: Path) -> None:

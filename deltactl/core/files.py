@@ -33,6 +33,7 @@ __all__ = [
     "sync_directory",
     "temporary_directory",
     "temporary_file",
+    "write_at",
 ]
 
 _AT_FDCWD = -100
@@ -62,6 +63,22 @@ def start_writing(fd: int, offset: int, count: int) -> None:
     if call is not None:
         wide = ctypes.c_int64
         call(fd, wide(offset), wide(count), _SYNC_FILE_RANGE_WRITE)
+
+
+_PIECE = 1 << 18
+
+
+def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all bytes from ``offset`` on, many threads at once if need be.
+
+    In pieces: for one of 2 MiB or more Linux takes page cache in huge pages, and in a virtual
+    machine the free ones are those that the host has taken back. To get them again costs several
+    times what copying does.
+    """
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(fd, view[:_PIECE], offset)
+        view, offset = view[count:], offset + count
 
 
 @cache
@@ -254,10 +271,7 @@ class Spool:
         with self._lock:
             segment = Segment(self._end, len(data))
             self._end += len(data)
-        view, at = memoryview(data), segment.offset
-        while view:
-            count = os.pwrite(self._file.fileno(), view, at)
-            view, at = view[count:], at + count
+        write_at(self._file.fileno(), data, segment.offset)
         return segment
 
     def read(self, segment: Segment) -> bytes:

@@ -51,7 +51,7 @@ class HeaderReader:
         return self._read(name, 0, size)
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
-        data = self._bucket.read(name, start, stop)
+        data = bytes(self._bucket.read(name, start, stop))
         with self._lock:
             self.bytes_read += len(data)
             self.requests += 1

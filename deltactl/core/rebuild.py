@@ -16,7 +16,7 @@ from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.errors import Malformed
-from deltactl.core.files import atomic_file, copy_file, start_writing
+from deltactl.core.files import atomic_file, copy_file, start_writing, write_at
 from deltactl.core.header import PLACEHOLDER, is_ours, seal, utf8
 from deltactl.core.parallel import Meter, hash_threads, map_largest_first
 from deltactl.core.progress import Progress, silent
@@ -214,7 +214,8 @@ def _write_tensors(
         for offset, chunk in stack.chunks():
             data = chunk.view(np.uint8).data
             digest.update(data)
-            _write_at(fd, data, at + offset)
+            write_at(fd, data, at + offset)
+            start_writing(fd, at + offset, data.nbytes)
             meter.add(data.nbytes)
         return TensorState(stack.name, stack.dtype, stack.shape, digest.hexdigest())
 
@@ -224,14 +225,6 @@ def _write_tensors(
 
 def _in_order(states: Iterable[TensorState]) -> tuple[TensorState, ...]:
     return tuple(sorted(states, key=lambda state: utf8(state.name)))
-
-
-def _write_at(fd: int, data: memoryview, at: int) -> None:
-    start, size = at, data.nbytes
-    while data.nbytes:
-        count = os.pwrite(fd, data, at)
-        data, at = data[count:], at + count
-    start_writing(fd, start, size)
 
 
 def check_tensors(written: Written, deltas: Sequence[Delta]) -> None:

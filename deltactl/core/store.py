@@ -77,8 +77,9 @@ class Bucket(Protocol):
         """All objects, in no order. Raises NotFound where there is no such bucket."""
         ...
 
-    def read(self, name: str, start: int, stop: int) -> bytes:
-        """The bytes from ``start`` up to ``stop``, fewer where the object ends before."""
+    def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
+        """The bytes from ``start`` up to ``stop``, fewer where the object ends before; as a view
+        where the store's client holds them, which spares a copy of every byte."""
         ...
 
     def fetch(self, name: str, target: Path) -> None:
@@ -112,7 +113,7 @@ def holds_bytes(bucket: Bucket, name: str, source: Path) -> bool:
                 found = bucket.read(name, at, at + max(len(piece), 1))
             except NotFound:
                 return False
-            if found != piece:
+            if bytes(found) != piece:
                 return False
             if not piece:
                 return True

@@ -20,6 +20,7 @@ from threading import Lock
 from deltactl.core.crew import Crew
 from deltactl.core.downloads import UNUSABLE
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
+from deltactl.core.files import write_at
 from deltactl.core.parallel import Meter
 from deltactl.core.store import Bucket
 from deltactl.core.stream_check import Checker
@@ -222,12 +223,14 @@ class _Object:
             self._arrived(start, data)
             start += len(data)
 
-    def _arrived(self, start: int, data: bytes) -> None:
+    def _arrived(self, start: int, data: bytes | memoryview) -> None:
         with self._lock:
             if self._over:
                 return
-            _write(self._file, data, start, self._wanted.partial)
-            _write(self._journal, _RANGE.pack(start, start + len(data)), None, self._wanted.journal)
+            with _naming(self._wanted.partial):
+                write_at(self._file, data, start)
+            with _naming(self._wanted.journal):
+                _append(self._journal, _RANGE.pack(start, start + len(data)))
             self._there[start] = start + len(data)
             self._run.meter.add(len(data))
         self._check()
@@ -309,12 +312,15 @@ class _Object:
         )
 
 
-def _write(fd: int, data: bytes, at: int | None, path: Path) -> None:
-    """Write all, at an offset or to the end. An OSError names the file."""
-    view = memoryview(data)
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError name the file."""
     try:
-        while view:
-            count = os.write(fd, view) if at is None else os.pwrite(fd, view, at)
-            view, at = view[count:], None if at is None else at + count
+        yield
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+
+
+def _append(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -23,6 +24,7 @@ from deltactl.core.files import (
     rename_new,
     temporary_directory,
     temporary_file,
+    write_at,
 )
 
 
@@ -298,3 +300,22 @@ def test_one_that_is_taken_for_a_left_over_at_birth_is_made_again(
         assert new.is_dir()
     assert len(made) == 3
     assert names(tmp_path) == []
+
+
+def test_all_is_written_at_its_place_however_little_the_system_takes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, pwrite = [], os.pwrite
+
+    def a_part(fd: int, data: memoryview, offset: int) -> int:
+        sizes.append(len(data))
+        return pwrite(fd, data[: 1 + len(data) * 2 // 3], offset)
+
+    monkeypatch.setattr(os, "pwrite", a_part)
+    data = Random(3).randbytes(3 << 20)
+    with open(tmp_path / "file", "xb") as file:
+        write_at(file.fileno(), memoryview(data), 5)
+        write_at(file.fileno(), b"", 0)
+        write_at(file.fileno(), b"begin", 0)
+    assert (tmp_path / "file").read_bytes() == b"begin" + data
+    assert max(sizes) < 1 << 21, "Linux takes huge pages for as much at once"
