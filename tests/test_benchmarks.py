@@ -20,6 +20,7 @@ from tests.benchmarks.limits import (
     size_rows,
     speed_rows,
 )
+from tests.benchmarks.transfers import ROWS, ratio
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +65,15 @@ def test_memory_is_within_its_limits_and_does_not_grow(tmp_path: Path) -> None:
     rows = memory_rows(0.2, tmp_path)  # tensors larger than a block
     assert len(rows) == 12
     assert all(row.reached for row in rows), rows
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"), [((2, 4, 3, 2, 9), False), ((0.5, 0.9, 3, 0.4, 0.5), True)]
+)
+def test_transfers_can_show_that_boto3_is_faster(theirs: tuple[float, ...], expected: bool) -> None:
+    for row, works in ROWS.items():
+        rounds = [dict(zip(works, (1.0, each), strict=True)) for each in theirs]
+        found = ratio(rounds, row)
+        assert found.slower is expected
+        assert found.low <= found.median <= found.high
+        assert found.median == sorted(theirs)[2]
