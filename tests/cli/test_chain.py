@@ -102,6 +102,7 @@ def test_push_dry_run_writes_nothing(
     assert not bucket.exists()
     found = cli("push", checkpoints.base, bucket, short, "--json").json
     assert (found["dry_run"], found["step"], found["kind"]) == (True, 1, "anchor")
+    assert found["written"] is False
     assert found["state"] == state_of(cli, checkpoints.base)
 
 
