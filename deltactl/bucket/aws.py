@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import botocore.session
 from botocore import exceptions
@@ -50,7 +51,8 @@ class Keys:
 
 def connect(place: Place, jobs: int, timeouts: Timeouts) -> tuple[BaseClient, Keys | None]:
     """A client as the environment, AWS_PROFILE, ~/.aws/config and ~/.aws/credentials say, and its
-    keys; None where there are none. Raises UsageError for settings that cannot be."""
+    keys; None where there are none. Raises UsageError for settings that cannot be, an endpoint
+    among them."""
     config = Config(
         connect_timeout=timeouts.connect,
         read_timeout=timeouts.read,
@@ -63,7 +65,29 @@ def connect(place: Place, jobs: int, timeouts: Timeouts) -> tuple[BaseClient, Ke
         client = session.create_client("s3", config=config)
     except exceptions.BotoCoreError as error:
         raise _meaning(error, place, None) from None
+    except ValueError:  # botocore's word for an endpoint that it cannot parse
+        raise _no_endpoint(place) from None
+    if not _is_endpoint(client.meta.endpoint_url):
+        raise _no_endpoint(place)
     return client, None if credentials is None else Keys(credentials)
+
+
+def _is_endpoint(url: str) -> bool:
+    """Whether obstore can ask there too, which ends in a panic of its where a port cannot be."""
+    with contextlib.suppress(ValueError):
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    return False
+
+
+def _no_endpoint(place: Place) -> UsageError:
+    """What is set is not repeated: it may hold a password."""
+    return UsageError(
+        "the endpoint that is set for S3 is no address of a server",
+        file=place.container,
+        expected="https://HOST or http://HOST:PORT",
+        hint="set AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL anew, or endpoint_url in ~/.aws/config",
+    )
 
 
 @contextlib.contextmanager

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 JOBS = 10
 """As many as AWS's own transfers make. Each holds a piece of 8 MiB in memory."""
 
-_ADDRESS = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,254})(?:/+([^?#]*))?")
+_ADDRESS = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{2,254})(?:/+([^?#]*))?")
+_NAMED = re.compile(r"[A-Za-z0-9]+://[^/?#@:]*(?:/[^?#]*)?")
 _NO_RETRIES: Any = {"max_retries": 0}
 
 
@@ -69,6 +70,12 @@ def parse(url: str) -> Place:
     """The parts of an address. Raises UsageError, without repeating what may be a secret."""
     scheme = url.partition(":")[0].lower()
     found = _ADDRESS.fullmatch(f"{scheme}{url[len(scheme) :]}")
+    if found is None and _NAMED.fullmatch(url):
+        raise UsageError(
+            "no name of a bucket: it has 3 characters or more, letters, digits, dots and dashes",
+            expected=f"{scheme}://BUCKET or {scheme}://BUCKET/PREFIX",
+            hint="is a part of the address missing?",
+        )
     if found is None:
         raise UsageError(
             "no address of a bucket: it takes no user, password, port, query or fragment",

@@ -526,6 +526,34 @@ def test_what_is_no_address_is_refused_and_not_repeated(url: str) -> None:
     assert "s3cret" not in f"{error} {error.hint} {error.facts()}"
 
 
+@pytest.mark.parametrize("url", ["s3://b", "s3://", "gs://ab/chain", "az://.../chain", "s3://a b"])
+def test_a_name_that_no_bucket_has(url: str) -> None:
+    with pytest.raises(UsageError, match="no name of a bucket"):
+        open_bucket(url)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "127.0.0.1:9000",
+        "http://",
+        "ftp://127.0.0.1/",
+        "http://127.0.0.1:99999",
+        "http://127.0.0.1:0",
+        "http://me:s3cret@127.0.0.1:99999",
+        "no address",
+    ],
+)
+def test_an_endpoint_that_is_none_is_not_taken_for_bad_credentials(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_s3(monkeypatch, endpoint)
+    with pytest.raises(UsageError, match="endpoint") as caught:
+        open_bucket("s3://bucket/chain")
+    assert "AWS_ENDPOINT_URL" in str(checked(caught).hint)
+    assert "s3cret" not in f"{caught.value} {caught.value.hint} {caught.value.facts()}"
+
+
 @pytest.mark.parametrize("prefix", ["a//b", "a/../b", "..", "./a"])
 def test_a_prefix_is_a_plain_path(prefix: str) -> None:
     with pytest.raises(UsageError):
