@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
 from deltactl.core.downloads import discard_downloads
-from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, Transient, UsageError
 from deltactl.core.fetching import Fetched, fetched
 from deltactl.core.files import (
     atomic_directory,
@@ -45,6 +47,8 @@ from deltactl.core.transfer import Tally, Wanted, transfer
 MARKER = ".deltactl.json"
 """A file that pull leaves in what it wrote: bucket, step and state. Its word is never taken for the
 weights, which are hashed; it says that the directory is pull's to replace."""
+
+_ATTEMPTS = 8
 
 _OUR_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
@@ -101,8 +105,48 @@ def materialize(
     step: int | None = None,
     progress: Progress = silent,
 ) -> PullReport:
-    """``pull`` of a chain whose headers have been read."""
+    """``pull`` of a chain whose headers have been read. Raises Transient where others write to
+    ``dest`` again and again."""
     recover(dest.resolve())
+    for attempt in itertools.count(1):
+        try:
+            with _watch(dest) as check:
+                return _materialize(bucket, chain, dest, step, check, progress)
+        except _Exchanged:  # others are done with it: what they wrote may be built on
+            if attempt == _ATTEMPTS:
+                raise
+    raise AssertionError("at least one attempt")
+
+
+class _Exchanged(Transient):
+    """The destination is another directory than the one that was looked at."""
+
+
+@contextlib.contextmanager
+def _watch(dest: Path) -> Iterator[Callable[[], None]]:
+    """A check that raises _Exchanged if ``dest`` is not the directory any more that it was."""
+    with contextlib.ExitStack() as stack:
+        fd = None
+        with contextlib.suppress(OSError):  # there is none yet, or a look at it will say more
+            fd = os.open(dest, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, fd)  # held for as long: no other gets its inode
+
+        def check() -> None:
+            if fd is not None and not os.path.samestat(os.fstat(fd), dest.stat()):
+                what = "somebody else wrote the destination at the same moment"
+                raise _Exchanged(what, file=dest, hint="let one pull at a time write there")
+
+        yield check
+
+
+def _materialize(
+    bucket: Bucket,
+    chain: Chain,
+    dest: Path,
+    step: int | None,
+    check: Callable[[], None],
+    progress: Progress,
+) -> PullReport:
     held = _look(chain, dest, step, progress)
     wanted = wanted_step(chain, step) if step is not None else _newest(chain, dest, held)
     newer = () if step is not None else tuple(s for s in chain.all_steps if s > wanted)
@@ -127,6 +171,7 @@ def materialize(
         if anchor is not None:
             aux = _aux_of(anchor, base.path)
         else:
+            check()
             aux = stack.enter_context(_missing_aux(bucket, chain, dest, wanted))
         unchecked = None if anchor is None or anchor.name in found.checked else anchor
         state = _write(chain, base, unchecked, opened, dest, wanted, expected, aux, progress)

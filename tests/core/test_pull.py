@@ -8,13 +8,22 @@ import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.core import pull as pull_module
 from deltactl.core.chain import anchor_directory, anchor_file_name, delta_name, read_chain
-from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.errors import (
+    Conflict,
+    DeltactlError,
+    Malformed,
+    NotFound,
+    Transient,
+    UsageError,
+)
 from deltactl.core.publish import push
 from deltactl.core.pull import MARKER, pull
 from tests.support.chains import (
@@ -724,3 +733,51 @@ def test_two_who_pull_into_one_directory_at_once(tmp_path: Path, six_steps: Path
         assert read_tensors(dest) in (STEPS[4], STEPS[5])
         assert (dest / "notes.txt").exists()
     assert len(list(tmp_path.iterdir())) == 10
+
+
+@pytest.mark.parametrize("at", ["fetched", "_open_checked", "open_checkpoint", "_write"])
+@pytest.mark.parametrize("steps", [(5, 6), (6, 5)])
+def test_one_who_looked_before_another_pulled(
+    tmp_path: Path,
+    six_steps: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: str,
+    steps: tuple[int, int],
+) -> None:
+    """What was found to build on is gone."""
+    bucket, dest, (mine, others) = LocalBucket(six_steps), tmp_path / "dest", steps
+    pull(bucket, dest, step=4)
+    (dest / "notes.txt").write_text("mine")
+    going_on, between = getattr(pull_module, at), [others]
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        while between:
+            pull(bucket, dest, step=between.pop())
+        return going_on(*args, **kwargs)
+
+    monkeypatch.setattr(pull_module, at, late)
+    assert pull(bucket, dest, step=mine).step == mine
+    assert read_tensors(dest) == STEPS[mine - 1]
+    assert (dest / "notes.txt").read_text() == "mine"
+    assert [*tmp_path.iterdir()] == [dest]
+
+
+def test_others_who_never_stop(
+    tmp_path: Path, six_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket, dest = LocalBucket(six_steps), tmp_path / "dest"
+    pull(bucket, dest, step=4)
+    opening = pull_module.open_checkpoint
+
+    def exchanged(path: Path) -> Any:
+        if path == dest:
+            shutil.copytree(dest, tmp_path / "copy")
+            shutil.rmtree(dest)
+            os.rename(tmp_path / "copy", dest)
+        return opening(path)
+
+    monkeypatch.setattr(pull_module, "open_checkpoint", exchanged)
+    with pytest.raises(Transient, match="somebody else wrote") as caught:
+        pull(bucket, dest, step=6)
+    assert "one pull at a time" in str(caught.value.hint)
+    assert read_tensors(dest) == STEPS[3]
