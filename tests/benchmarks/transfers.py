@@ -165,7 +165,7 @@ def _print(size: float, rounds: Sequence[Mapping[str, float]]) -> None:
         ours, theirs = (size / median(each[work] for each in rounds) for work in works)
         found = ratio(rounds, row)
         print(
-            f"{size:3g} MB  {row:<28}  deltactl {ours:6.1f} MB/s  boto3 {theirs:6.1f} MB/s"
+            f"{size:3g} MB  {row:<29}  deltactl {ours:6.1f} MB/s  boto3 {theirs:6.1f} MB/s"
             f"  ratio {found.median:.2f} ({found.low:.2f} to {found.high:.2f})",
             flush=True,
         )
