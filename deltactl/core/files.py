@@ -71,9 +71,8 @@ _PIECE = 1 << 18
 def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
     """Write all bytes from ``offset`` on, many threads at once if need be.
 
-    In pieces: for one of 2 MiB or more Linux takes page cache in huge pages, and in a virtual
-    machine the free ones are those that the host has taken back. To get them again costs several
-    times what copying does.
+    In pieces: writes of 2 MiB and more took up to several times as long in a virtual machine, it
+    seems because page cache then comes in huge pages, which the host has to give back first.
     """
     view = memoryview(data)
     while view:
