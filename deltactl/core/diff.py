@@ -78,8 +78,11 @@ class DiffReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """One tensor's outcome: its state on each side, and how the delta carries it, if at all."""
+class Compared:
+    """One tensor's outcome: its state on each side, and how the delta carries it, if at all.
+
+    A record's ``nbytes`` are filled in by ``report_of``.
+    """
 
     before: TensorState | None
     after: TensorState | None
@@ -114,14 +117,14 @@ def diff(
     threads = {n: hash_threads(s, sizes) for n, s in zip(names, sizes, strict=True)}
     with Spool() as spool:
 
-        def work(name: str) -> _Compared:
+        def work(name: str) -> Compared:
             before, after = base.tensors.get(name), result.tensors.get(name)
             return _compare(before, after, codec, spool, threads[name], meter)
 
         size_of = dict(zip(names, sizes, strict=True))
         compared = map_largest_first(work, names, size_of.__getitem__)
-        report = _report(result, codec.name, compared)
-        writer = _Writer(report, compared, step, base_step)
+        report = report_of(codec.name, compared, result.total_elements, result.nbytes)
+        writer = DeltaWriter(report, compared, step, base_step)
         target = atomic_file(out) if isinstance(out, Path) else nullcontext(out)
         with target as file:
             return replace(report, delta_bytes=writer.write(file))
@@ -147,21 +150,21 @@ def _compare(
     spool: Spool,
     threads: int,
     meter: Meter,
-) -> _Compared:
+) -> Compared:
     if before is not None and after is not None and _alike(before, after):
         return _Comparison(before, after, codec, spool, threads, meter).run()
     old = _digested(before, threads, meter)
     new = _digested(after, threads, meter)
     if after is None or new is None:
         assert before is not None
-        return _Compared(
+        return Compared(
             old, None, Record(before.name, "removed", before.dtype, before.shape, 0), ()
         )
     count = after.nbytes // element_bytes(after.dtype)
     record = Record(after.name, "added", after.dtype, after.shape, count, new.digest)
     if before is not None:
         record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
-    return _Compared(old, new, record, (_dense(after),))
+    return Compared(old, new, record, (_dense(after),))
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -209,14 +212,14 @@ class _Comparison:
         self._blocks: list[EncodedBlock] = []
         self._old_sum = self._new_sum = 0
 
-    def run(self) -> _Compared:
+    def run(self) -> Compared:
         for start in range(0, self._old.size, BLOCK):
             self._block(start)
         old = self._state(self._before, self._old_hash)
         new = self._state(self._after, self._new_hash)
         if not self._blocks:
-            return _Compared(old, new, None, ())
-        return _Compared(old, new, *self._record(new))
+            return Compared(old, new, None, ())
+        return Compared(old, new, *self._record(new))
 
     @staticmethod
     def _state(tensor: Tensor, digest: Any) -> TensorState:
@@ -254,44 +257,56 @@ class _Comparison:
         target = Target("", tensor.name, tensor.dtype, self._old.size)
         parts = self._codec.parts(target, self._blocks, self._spool)
         record = Record(tensor.name, "sparse", tensor.dtype, tensor.shape, count, new.digest)
-        if self._codec.dense_if_smaller and sum(map(_size, parts)) >= tensor.nbytes:
+        if self._codec.dense_if_smaller and sum(map(part_bytes, parts)) >= tensor.nbytes:
             return replace(record, kind="dense"), (_dense(tensor),)
         old_sum, new_sum = self._old_sum % (1 << 64), self._new_sum % (1 << 64)
         return replace(record, old_sum=old_sum, new_sum=new_sum), parts
 
 
-def _size(part: Part) -> int:
+def part_bytes(part: Part) -> int:
+    """Bytes of a part in the delta."""
     bits = DTYPE_BITS[part.dtype]
     for n in part.shape:
         bits *= n
     return bits // 8
 
 
-def _report(result: Checkpoint, encoding: str, compared: Sequence[_Compared]) -> DiffReport:
+def report_of(
+    encoding: str, compared: Sequence[Compared], total_elements: int, checkpoint_bytes: int
+) -> DiffReport:
+    """The report on all tensors of base and result, in order of name, before the delta is written.
+
+    ``total_elements``, ``checkpoint_bytes``: of the result.
+    """
     after = tuple(c.after for c in compared if c.after is not None)
     records = tuple(
-        replace(c.record, nbytes=sum(map(_size, c.parts))) for c in compared if c.record is not None
+        replace(c.record, nbytes=sum(map(part_bytes, c.parts)))
+        for c in compared
+        if c.record is not None
     )
     return DiffReport(
         encoding=encoding,
         base_state=state_digest(c.before for c in compared if c.before is not None),
         result_state=state_digest(after),
-        total_elements=result.total_elements,
+        total_elements=total_elements,
         changed_elements=sum(record.changed for record in records),
         delta_bytes=0,
-        checkpoint_bytes=result.nbytes,
+        checkpoint_bytes=checkpoint_bytes,
         records=records,
         result_tensors=after,
     )
 
 
-class _Writer:
-    """Lays the file out, and writes the header last, when the payload's digest is known."""
+class DeltaWriter:
+    """Lays the file out, and writes the header last, when the payload's digest is known.
+
+    ``compared``: as the report was made of.
+    """
 
     def __init__(
         self,
         report: DiffReport,
-        compared: Iterable[_Compared],
+        compared: Iterable[Compared],
         step: int | None,
         base_step: int | None,
     ) -> None:
@@ -312,7 +327,7 @@ class _Writer:
 
     def write(self, file: IO[bytes] | None) -> int:
         """Write the delta where ``file`` stands, if there is one; returns its size in bytes."""
-        size = len(self._header(PLACEHOLDER)) + sum(_size(part) for _, part in self._parts)
+        size = len(self._header(PLACEHOLDER)) + sum(part_bytes(part) for _, part in self._parts)
         if file is None:
             return size
         start = file.tell()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +44,7 @@ def take_snapshot(
     if checkpoint.is_directory:
         aux = checkpoint.aux
         written = write_directory(checkpoint, [], directory, aux=aux, progress=progress)
-        return _directory(checkpoint, written, step, directory)
+        return directory_snapshot(written, step, directory, aux)
     path = directory / SINGLE
     with open(path, "w+b") as file:
         metadata = partial(anchor_metadata, step)
@@ -51,11 +52,15 @@ def take_snapshot(
     return Snapshot(step, written.state, anchor_file_name(step), path, {})
 
 
-def _directory(checkpoint: Checkpoint, written: Written, step: int, directory: Path) -> Snapshot:
+def directory_snapshot(
+    written: Written, step: int, directory: Path, aux: Iterable[str]
+) -> Snapshot:
+    """Describe a directory that has been written, with the files ``aux`` by their relative paths,
+    in a sealed index."""
     files = [
         AnchorFile(name, size, written.headers[name], True) for name, size in written.files.items()
     ]
-    files += [_described(directory / name, name) for name in checkpoint.aux]
+    files += [_described(directory / name, name) for name in aux]
     index = directory / INDEX
     index.write_bytes(anchor_index(step, written.tensors, written.weight_map, tuple(files)))
     prefix = anchor_directory(step)

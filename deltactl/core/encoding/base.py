@@ -116,7 +116,8 @@ class Encoding(Protocol):
     """Whether a tensor is carried whole where that takes no more bytes."""
 
     needs_base: bool
-    """Whether even the positions of the changes are only known with the base at hand."""
+    """Whether even the positions of the changes are only known with the base at hand. Where not,
+    ``encode`` looks at none of the base's elements."""
 
     def encode(
         self, base: Bits, positions: Positions, before: Bits, after: Bits, dtype: str
