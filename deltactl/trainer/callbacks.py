@@ -1,0 +1,52 @@
+"""The publisher as a callback of transformers' Trainer, and so of TRL's trainers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import TrainerCallback
+
+from deltactl.core.store import Bucket
+from deltactl.trainer.publisher import Publisher
+
+
+class DeltaCallback(TrainerCallback):
+    """Publishes each optimizer step of a Trainer into a bucket::
+
+        trainer.add_callback(DeltaCallback("s3://bucket/run", dtype="bfloat16"))
+
+    ``options``: the publisher's, but for ``optimizer`` and ``step``, which the Trainer knows.
+    ``files`` is by default the Trainer's tokenizer or processor. With TRL, whose trainers are
+    Trainers, ``notify`` is the place to tell vLLM servers of a step.
+
+    ``publisher`` is there from the beginning of training on, also when it has ended. A step that
+    fails does not stop training; the end of training raises what has not been made good.
+    """
+
+    def __init__(self, bucket: str | os.PathLike[str] | Bucket, **options: Any) -> None:
+        self.publisher: Publisher | None = None
+        self._bucket, self._options = bucket, options
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        processing_class: Any = None,
+        **others: Any,
+    ) -> None:
+        tokenizer = processing_class or others.get("tokenizer")  # its name before transformers 5
+        options: dict[str, Any] = {"files": tokenizer} | self._options
+        if self.publisher is not None:
+            self.publisher.close()  # of a training that an exception ended
+        self.publisher = Publisher(model, self._bucket, step=state.global_step, **options)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.publisher is not None:
+            self.publisher.publish(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if self.publisher is not None:
+            self.publisher.close()

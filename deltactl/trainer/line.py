@@ -1,0 +1,237 @@
+"""From a capture to the bucket, in the background: encoded, put, confirmed, announced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deltactl.core.chain import delta_name
+from deltactl.core.store import Bucket
+from deltactl.trainer.anchors import Anchors, Loose
+from deltactl.trainer.capture import Capture
+from deltactl.trainer.encode import write_delta
+from deltactl.trainer.local_base import LocalBase
+from deltactl.trainer.policy import AnchorPolicy
+from deltactl.trainer.put import put_anchor, put_link
+from deltactl.trainer.report import Publication, log
+from deltactl.trainer.resume import Begin
+from deltactl.trainer.worker import Job, Worker
+
+PENDING = 4
+"""Links that may wait for the bucket before training waits for it, or steps are merged."""
+
+Notify = Callable[[str, int], None]
+"""``notify(bucket's URL, step)``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A capture, and its place. ``started``: the clock when it began."""
+
+    capture: Capture
+    step: int
+    training_step: int
+    merged_steps: int
+    started: float
+    blocked_seconds: float
+
+
+class Line:
+    """Takes captures one by one (``encode``), and puts their links in that order.
+
+    One thread puts links, one makes and puts later anchors, so that no link waits for those, and
+    one tells others. ``deltas``: an empty directory, for the files of deltas until the local base
+    has them in it. ``history``: what the bucket has confirmed.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        start: Begin,
+        base: LocalBase,
+        deltas: Path,
+        *,
+        encoding: str,
+        policy: AnchorPolicy,
+        notify: Notify | None,
+    ) -> None:
+        self._bucket, self._base, self._deltas, self._encoding = bucket, base, deltas, encoding
+        self._states = start.states
+        self._step = None if start.since is None else start.since.step
+        self.history: list[Publication] = []
+        self._step_error: Exception | None = None
+        self._link_error: Exception | None = None
+        self._anchor_error: Exception | None = None
+        self._links = Worker("deltactl-links", PENDING, self._link_failed)
+        self._anchors = Anchors(
+            bucket, base, policy, start.since,
+            done=self._anchored, failed=self._anchor_failed,
+        )  # fmt: skip
+        self._notices = None if notify is None else _Notices(bucket.url, notify)
+
+    @property
+    def over(self) -> bool:
+        """Whether no link is put any more."""
+        return self._links.over
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another link may be added without waiting for the bucket."""
+        return self._links.has_room
+
+    def wait_for_room(self) -> bool:
+        """See Worker."""
+        return self._links.wait_for_room()
+
+    @property
+    def error(self) -> Exception | None:
+        """What failed and has not been made good since."""
+        return self._step_error or self._link_error or self._anchor_error
+
+    def fail(self, error: Exception) -> None:
+        """A step got no link of its own; the next one has its changes."""
+        self._step_error = error
+        log.warning("a step got no link of its own, the next one has its changes: %s", error)
+
+    # On the thread that encodes.
+
+    def encode(self, captured: Captured) -> bool:
+        """Write the link's file and let it be put. Returns False, and the capture is undone, where
+        that fails. Afterwards the mirror is free for the next capture."""
+        try:
+            job = self._first(captured) if self._step is None else self._delta(captured)
+        except Exception as error:
+            captured.capture.undo()
+            self.fail(error)
+            return False
+        self._step, self._step_error = captured.step, None
+        self._links.put(job)
+        return True
+
+    def _first(self, captured: Captured) -> Job:
+        mirror = captured.capture.mirror
+        written = self._base.write(mirror.checkpoint(), captured.step)
+        self._states = {tensor.name: tensor for tensor in written.tensors}
+        found = _publication(captured, "anchor", mirror.total_elements, written.snapshot.state)
+
+        def put() -> None:
+            size = put_anchor(self._bucket, written.snapshot)
+            publication = self._confirmed(replace(found, bytes=size), captured)
+            self._anchors.first(publication)
+
+        return put
+
+    def _delta(self, captured: Captured) -> Job:
+        assert self._step is not None
+        path = self._deltas / f"{captured.step}.safetensors"
+        made = write_delta(
+            captured.capture,
+            self._states,
+            path,
+            encoding=self._encoding,
+            step=captured.step,
+            base_step=self._step,
+        )
+        self._states = made.states
+        report = made.report
+        found = replace(
+            _publication(captured, "delta", report.total_elements, report.result_state),
+            changed_elements=report.changed_elements,
+            bytes=report.delta_bytes,
+            encoding=report.encoding,
+        )
+
+        def put() -> None:
+            put_link(self._bucket, delta_name(captured.step), path, captured.step)
+            self._anchors.confirmed(Loose(path, self._confirmed(found, captured)))
+
+        return put
+
+    # On the threads that put.
+
+    def _confirmed(self, publication: Publication, captured: Captured) -> Publication:
+        publication = replace(publication, seconds=time.monotonic() - captured.started)
+        self._link_error = None
+        self._note(publication)
+        if self._notices is not None:
+            self._notices.tell(publication.step)
+        return publication
+
+    def _anchored(self, publication: Publication) -> None:
+        self._anchor_error = None
+        self._note(publication)
+
+    def _note(self, publication: Publication) -> None:
+        self.history.append(publication)
+        log.info("%s", publication)
+
+    def _link_failed(self, error: Exception, last: bool) -> None:
+        self._link_error = error
+        if last:
+            log.error("nothing more is published: %s", error)
+        else:
+            log.warning("a link could not be put, and will be again: %s", error)
+
+    def _anchor_failed(self, error: Exception, last: bool) -> None:
+        self._anchor_error = error
+        if last:
+            log.error("no more anchors are made: %s", error)
+        else:
+            log.warning("an anchor could not be put, and will be again: %s", error)
+
+    def close(self) -> None:
+        """Put what is waiting, or give up at the first error."""
+        self._links.close()
+        self._anchors.close()
+        if self._notices is not None:
+            self._notices.close()
+
+
+class _Notices:
+    """Tells of the newest step; of those that come while somebody is being told only the last."""
+
+    def __init__(self, url: str, notify: Notify) -> None:
+        self._url, self._notify = url, notify
+        self._step = -1
+        self._lock = threading.Lock()
+        self._waiting = False
+        self._worker = Worker("deltactl-notify", 1, lambda *_: None)
+
+    def tell(self, step: int) -> None:
+        with self._lock:
+            self._step = step
+            if self._waiting:
+                return
+            self._waiting = True
+        self._worker.put(self._tell)
+
+    def _tell(self) -> None:
+        with self._lock:
+            step, self._waiting = self._step, False
+        try:
+            self._notify(self._url, step)
+        except Exception as error:  # another's code; whom it could not tell may follow the bucket
+            log.warning("step %d is published, and notify failed: %s", step, error, exc_info=error)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _publication(captured: Captured, kind: str, total_elements: int, state: str) -> Publication:
+    """As far as it is known before the bucket has confirmed it."""
+    return Publication(
+        step=captured.step,
+        training_step=captured.training_step,
+        kind=kind,
+        changed_elements=None,
+        total_elements=total_elements,
+        bytes=0,
+        seconds=0.0,
+        blocked_seconds=captured.blocked_seconds,
+        merged_steps=captured.merged_steps,
+        encoding=None,
+        state=state,
+    )

@@ -1,0 +1,31 @@
+"""Links put into a bucket, and again where an answer was lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltactl.core.errors import Conflict
+from deltactl.core.progress import silent
+from deltactl.core.snapshot import Snapshot, put_files
+from deltactl.core.store import Bucket, holds_bytes
+
+
+def put_link(bucket: Bucket, name: str, path: Path, step: int) -> None:
+    """Create a link's object. One that is there with the same bytes is ours, put by a try whose
+    answer was lost. Raises Conflict for other bytes, and what the bucket raises."""
+    if bucket.put(name, path) or holds_bytes(bucket, name, path):
+        return
+    raise Conflict(
+        "the step was published by somebody else meanwhile",
+        file=name,
+        step=step,
+        hint=f"one publisher a chain: see deltactl log {bucket.url}; publish into a new bucket, or "
+        "end the other one and start again",
+    )
+
+
+def put_anchor(bucket: Bucket, snapshot: Snapshot) -> int:
+    """Put an anchor's files, its index last; returns the bytes of all. Raises as ``put_link``."""
+    sizes = put_files(bucket, snapshot, silent)
+    put_link(bucket, snapshot.name, snapshot.path, snapshot.step)
+    return sum(sizes.values()) + snapshot.path.stat().st_size

@@ -1,0 +1,139 @@
+"""Where a run goes on: at the tip of the bucket's chain, proven bit by bit, or with an anchor."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deltactl.core.chain import Chain, read_chain
+from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.digest import state_digest
+from deltactl.core.errors import (
+    Conflict,
+    DeltactlError,
+    Malformed,
+    NotAllowed,
+    NotFound,
+    Transient,
+    UsageError,
+)
+from deltactl.core.files import remove
+from deltactl.core.parallel import map_largest_first
+from deltactl.core.placement import Placement
+from deltactl.core.pull import materialize
+from deltactl.core.store import Bucket
+from deltactl.trainer.encode import States, digest_of
+from deltactl.trainer.mirror import Held, Mirror
+from deltactl.trainer.policy import SinceAnchor
+from deltactl.trainer.report import log
+
+_STEP = re.compile(r"(?:anchors|deltas)/step_(\d{6,18})[./]")
+
+
+@dataclass(slots=True)
+class Begin:
+    """Where a run begins. ``newest``: the highest step that the bucket has any object of, -1 for
+    none. ``states`` and ``since`` are of the tip, where the chain goes on from it; then the mirror
+    holds it. Without ``since`` the next link is an anchor."""
+
+    newest: int
+    states: States = field(default_factory=dict)
+    since: SinceAnchor | None = None
+
+
+def begin(bucket: Bucket, directory: Path, mirror: Mirror) -> Begin:
+    """Read the chain, bring its tip into the mirror and into ``directory``, and prove it.
+
+    What ``directory`` holds already is used as far as its bits are a step's of the chain. Where the
+    chain is damaged, carries no digests, or its tip cannot be rebuilt, that is logged, and the run
+    begins with an anchor above all that is there. Raises NotAllowed, Transient: those say nothing
+    of the chain.
+    """
+    try:
+        chain = read_chain(bucket)
+    except NotFound:
+        return Begin(-1)
+    newest = _newest(bucket)
+    if not chain.links and not chain.problems:
+        return Begin(newest)
+    try:
+        return _continued(bucket, chain, directory, mirror, newest)
+    except (NotAllowed, Transient):
+        raise
+    except DeltactlError as error:
+        mirror.tensors.clear()
+        log.warning(
+            "%s: the chain is not gone on with; an anchor begins anew: %s", chain.url, error
+        )
+        return Begin(newest)
+
+
+def _newest(bucket: Bucket) -> int:
+    """Also of what was never finished: a directory without its index is no link, and in the way."""
+    matches = (_STEP.match(item.name) for item in bucket.list())
+    return max((int(match[1]) for match in matches if match is not None), default=-1)
+
+
+def _continued(bucket: Bucket, chain: Chain, directory: Path, mirror: Mirror, newest: int) -> Begin:
+    Placement(chain, 0).next_step(None)
+    tip = chain.tip
+    assert tip is not None  # or the placement would have refused
+    _rebuild(bucket, chain, directory, tip)
+    with open_checkpoint(directory) as checkpoint:
+        states = _load(mirror, checkpoint)
+    found = state_digest(states.values())
+    if found != chain.state_at(tip):
+        what = "what was rebuilt is not the tip"
+        raise Malformed(what, file=directory, step=tip, expected=chain.state_at(tip), found=found)
+    return Begin(newest, states, _since(chain, tip))
+
+
+def _rebuild(bucket: Bucket, chain: Chain, directory: Path, step: int) -> None:
+    try:
+        materialize(bucket, chain, directory, step=step)
+    except (Conflict, UsageError):  # of another chain, or nothing that pull would replace
+        remove(directory)
+        materialize(bucket, chain, directory, step=step)
+
+
+def _load(mirror: Mirror, checkpoint: Checkpoint) -> States:
+    """Copy all tensors into the mirror; returns what they are there."""
+    tensors = checkpoint.tensors
+    mirror.add((t.name, t.dtype, t.shape) for t in tensors.values())
+
+    def copy(held: Held) -> None:
+        held.data[:] = tensors[held.name].data
+
+    held = list(mirror.tensors.values())
+    map_largest_first(copy, held, lambda item: item.data.size)
+    found = map_largest_first(digest_of, held, lambda item: item.data.size)
+    return {state.name: state for state in found}
+
+
+def _since(chain: Chain, tip: int) -> SinceAnchor:
+    anchor, deltas = chain.path(tip)
+    size = sum(link.bytes for link in deltas)
+    return SinceAnchor(tip, anchor.step, len(deltas), size, anchor.bytes)
+
+
+def check_same_model(
+    mirror: Mirror, specs: dict[str, tuple[str, tuple[int, ...]]], url: str
+) -> None:
+    """Raise Conflict where no tensor of the tip, in the mirror, is one of the model's by name,
+    dtype and shape: that is another model's chain, and not to be gone on with by mistake."""
+    tip = {held.name: (held.dtype, held.shape) for held in mirror.tensors.values()}
+    if tip and specs and not tip.items() & specs.items():
+        raise Conflict(
+            "the bucket holds the chain of another model: no tensor is in both",
+            file=url,
+            expected=_example(specs),
+            found=_example(tip),
+            hint="publish into a new bucket, or give names= and dtype= as before",
+        )
+
+
+def _example(specs: dict[str, tuple[str, tuple[int, ...]]]) -> str:
+    name = min(specs)
+    dtype, shape = specs[name]
+    return f"{len(specs)} tensors such as {name!r}, {dtype} {list(shape)}"
