@@ -19,19 +19,22 @@ from random import Random
 from typing import Literal
 
 import torch
+import torch._dynamo  # which an optimizer would import, in every process for itself
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.verify import verify_bucket
 from deltactl.trainer import AnchorEvery, Publisher
 
-_LONGEST = 0.12  # seconds that a trainer lives on once it trains, or from its beginning
+_LINKS = 4  # that a trainer at most gets confirmed before its time has come
+_LONGEST = 0.05  # seconds that it lives on from then
 
 
 def kills(root: Path, count: int, seed: int) -> list[str]:
     """Kill ``count`` trainers, and let one come to its end; what is wrong after each, as text.
 
-    Every fourth is killed at a moment while it begins, the others while they train.
+    Every fourth is killed at a moment while it begins, the others while they train, once the
+    bucket has some links more.
     """
     command = [sys.executable, "-m", "tests.support.killed_trainer", str(root), str(count)]
     done = subprocess.run(
@@ -103,6 +106,19 @@ def _verify(root: Path) -> None:
         assert report.ok, report.errors
 
 
+def _wait_for_links(root: Path, pid: int, more: int) -> None:
+    goal = _links(root) + more
+    while (
+        _links(root) < goal
+        and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    ):
+        time.sleep(0.001)
+
+
+def _links(root: Path) -> int:
+    return len(list((root / "bucket").glob("*/step_*")))
+
+
 def _say(writer: int) -> None:
     os.write(writer, b"!")
 
@@ -132,6 +148,7 @@ def _kill(root: Path, number: int, draw: Random) -> int:
     os.close(writer)
     if number % 4:
         os.read(reader, 1)
+        _wait_for_links(root, pid, draw.randint(0, _LINKS))
     time.sleep(draw.uniform(0, _LONGEST))  # the moment is not to be a certain one
     os.kill(pid, signal.SIGKILL)
     os.close(reader)
