@@ -38,6 +38,18 @@ def test_no_module_imports_the_interface_or_torch(package: object) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_trainer_brings_torch_only_when_it_is_asked_for() -> None:
+    program = (
+        "import sys; from deltactl.trainer import AnchorEvery, SinceAnchor\n"
+        f"print(*(never for never in {NEVER!r} if never in sys.modules))\n"
+        "import deltactl.trainer\n"
+        "assert all(getattr(deltactl.trainer, name) for name in deltactl.trainer.__all__)\n"
+        "assert 'torch' in sys.modules and not hasattr(deltactl.trainer, 'Publishers')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
 def test_the_package_itself_is_light() -> None:
     program = "import sys, deltactl; print(*(m for m in ('numpy', 'blake3') if m in sys.modules))"
     done = subprocess.run(

@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from deltactl.core.store import Bucket
 from deltactl.trainer.publisher import Publisher
+from deltactl.trainer.report import log
 
 
 class DeltaCallback(TrainerCallback):
@@ -20,8 +21,9 @@ class DeltaCallback(TrainerCallback):
     ``files`` is by default the Trainer's tokenizer or processor. With TRL, whose trainers are
     Trainers, ``notify`` is the place to tell vLLM servers of a step.
 
-    ``publisher`` is there from the beginning of training on, also when it has ended. A step that
-    fails does not stop training; the end of training raises what has not been made good.
+    ``publisher`` is there from the beginning of training on, also when it has ended. What fails
+    neither stops training nor keeps its end from saving the model: it is in the log, and in
+    ``publisher.error``.
     """
 
     def __init__(self, bucket: str | os.PathLike[str] | Bucket, **options: Any) -> None:
@@ -39,8 +41,7 @@ class DeltaCallback(TrainerCallback):
     ) -> None:
         tokenizer = processing_class or others.get("tokenizer")  # its name before transformers 5
         options: dict[str, Any] = {"files": tokenizer} | self._options
-        if self.publisher is not None:
-            self.publisher.close()  # of a training that an exception ended
+        self._close()  # that of a training which an exception ended
         self.publisher = Publisher(model, self._bucket, step=state.global_step, **options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -48,5 +49,12 @@ class DeltaCallback(TrainerCallback):
             self.publisher.publish(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        if self.publisher is not None:
+        self._close()
+
+    def _close(self) -> None:
+        if self.publisher is None:
+            return
+        try:
             self.publisher.close()
+        except Exception as error:
+            log.error("not everything was published: %s", error)

@@ -8,7 +8,7 @@ what came after, and a capture that cannot be published is undone: then the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Literal
@@ -107,10 +107,15 @@ class Capturer:
         The tensors must not change meanwhile. Where this raises the mirror is as it was.
         """
         found = Capture(self.mirror)
+        futures: list[Future[None]] = []
         try:
             fresh = _match(found, live)
-            self._read(list(live.values()), _Comparison(found, fresh))
+            for future in self._begin(list(live.values()), _Comparison(found, fresh)):
+                futures.append(future)  # one by one: those before an error count too
+            for future in futures:
+                future.result()
         except BaseException:
+            wait(futures)  # or one would write to the mirror after this
             found.undo()
             raise
         found.changes = {
@@ -120,21 +125,13 @@ class Capturer:
         }
         return found
 
-    def _read(self, tensors: Sequence[Live], comparison: _Comparison) -> None:
-        futures: list[Future[None]] = []
-        try:
-            for live in sorted(tensors, key=lambda live: -live.nbytes):
-                if live.flat.device.type == "cpu":
-                    for start in range(0, live.flat.numel(), BLOCK):
-                        futures.append(self._pool.submit(comparison.host_span, live, start))
-            for device, there in _by_device(tensors).items():
-                ring = self._ring(device)
-                for future in ring.each_chunk(there, comparison.chunk, self._pool):
-                    futures.append(future)  # one by one: those before an error count too
-        finally:
-            wait(futures)  # also where an error ends it: nothing writes to the mirror after this
-        for future in futures:
-            future.result()
+    def _begin(self, tensors: Sequence[Live], comparison: _Comparison) -> Iterator[Future[None]]:
+        for live in sorted(tensors, key=lambda live: -live.nbytes):
+            if live.flat.device.type == "cpu":
+                for start in range(0, live.flat.numel(), BLOCK):
+                    yield self._pool.submit(comparison.host_span, live, start)
+        for device, there in _by_device(tensors).items():
+            yield from self._ring(device).each_chunk(there, comparison.chunk, self._pool)
 
     def _ring(self, device: torch.device) -> Staging:
         if device not in self._staging:

@@ -63,7 +63,10 @@ class Naming:
 
     def _as_saved(self, tensors: Tensors) -> Tensors:
         """What ``save_pretrained`` makes of a state dict: some tensors are named or cut otherwise
-        in memory than in the checkpoint. Where it changes nothing it is not asked again."""
+        in memory than in the checkpoint. Where it changes nothing it is not asked again.
+
+        Tensors that it cuts, such as a mixture's experts, may be copies, for as long as a capture
+        takes."""
         names = frozenset(tensors)
         if names == self._unconverted or not _is_pretrained(self._model):
             return tensors

@@ -17,10 +17,11 @@ from transformers import (
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import read_chain
+from deltactl.core.errors import NotAllowed
 from deltactl.core.pull import pull
 from deltactl.trainer import AnchorEvery, DeltaCallback
 from deltactl.trainer.tiny import quiet
-from tests.support.publishing import Bits, assert_chain, bits_of
+from tests.support.publishing import Bits, MoodyBucket, assert_chain, bits_of
 
 
 @pytest.fixture(autouse=True)
@@ -84,6 +85,27 @@ def test_a_trainer_publishes_every_step(
     assert served.dtype == torch.bfloat16
     assert served.generation_config.do_sample
     assert tokenizer.decode(tokenizer("7 cups")["input_ids"]) == "7 cups"
+
+
+def test_a_bucket_that_fails_stops_no_training(
+    tmp_path: Path, trained_chain: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = MoodyBucket(tmp_path / "bucket")
+
+    def refuse(name: str) -> None:
+        raise NotAllowed("permission denied", file=name)
+
+    bucket.before = refuse
+    delta = DeltaCallback(bucket)
+    with quiet():
+        done = trainer(tmp_path / "out", trained_chain[0], 2, delta)
+        assert done.train().global_step == 2
+        assert "not everything was published" in caplog.text
+        assert delta.publisher is not None and isinstance(delta.publisher.error, NotAllowed)
+        bucket.before = lambda name: None
+        done.train()  # the same callback, once more
+    assert delta.publisher.error is None
+    assert read_chain(bucket).steps == [1, 2]
 
 
 def test_a_trainer_that_resumes_goes_on_with_the_chain(

@@ -283,6 +283,8 @@ def test_what_cannot_be_published_is_refused_by_name() -> None:
         live_tensors({"s": torch.eye(3).to_sparse()}, None)
     with pytest.raises(Unsupported, match="'m'"):
         live_tensors({"m": torch.empty(3, device="meta")}, None)
+    with pytest.raises(Unsupported, match="spread over ranks"):
+        live_tensors({"d": type("Spread", (torch.Tensor,), {"to_local": None})(3)}, None)
     with pytest.raises(UsageError, match="bfloat16"):
         live_tensors({}, "fp8")
     with pytest.raises(UsageError, match="memory or disk"):
