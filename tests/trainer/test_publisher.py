@@ -16,7 +16,7 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import read_chain
 from deltactl.core.delta import DeltaHeader
 from deltactl.core.encoding import ENCODINGS
-from deltactl.core.errors import Conflict, NotAllowed, UsageError
+from deltactl.core.errors import Conflict, NotAllowed, Unsupported, UsageError
 from deltactl.core.header import Record
 from deltactl.core.pull import pull
 from deltactl.trainer import AnchorEvery, Publisher
@@ -301,6 +301,30 @@ def test_training_that_went_on_from_an_earlier_step_is_numbered_on(
     assert found == [(5, 3), (6, 4), (7, 5)]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "training step 3 is published as step 5" in warning
+
+
+def test_steps_rise_also_within_a_run(tmp_path: Path, bucket: MoodyBucket) -> None:
+    model = small()
+    with Publisher(model, bucket, anchors=AnchorEvery(0)) as publisher:
+        for step in (5, 3, 4, 9, 9):
+            publisher.publish(step)
+    found = [(p.training_step, p.step) for p in publisher.history]
+    assert found == [(5, 5), (3, 6), (4, 7), (9, 12), (9, 13)]
+
+
+def test_a_tensor_that_cannot_be_published_stops_no_training(
+    tmp_path: Path, bucket: MoodyBucket
+) -> None:
+    model = small()
+    with Publisher(model, bucket) as publisher:
+        publisher.publish(1)
+        model.register_buffer("odd", torch.empty(3, device="meta"))
+        publisher.publish(2)
+        assert isinstance(publisher.error, Unsupported)
+        del model.odd
+        publisher.publish(3)
+    assert publisher.error is None
+    assert [(p.step, p.merged_steps) for p in publisher.history] == [(1, 0), (3, 1)]
 
 
 def test_a_damaged_chain_gets_an_anchor(
