@@ -6,27 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deltactl.core.cadence import Adaptive, Every
     from deltactl.trainer.callbacks import DeltaCallback
-    from deltactl.trainer.policy import AnchorEvery, AnchorPolicy, SinceAnchor
     from deltactl.trainer.publisher import Publisher
     from deltactl.trainer.report import Publication
 
-__all__ = [
-    "AnchorEvery",
-    "AnchorPolicy",
-    "DeltaCallback",
-    "Publication",
-    "Publisher",
-    "SinceAnchor",
-]
+__all__ = ["Adaptive", "DeltaCallback", "Every", "Publication", "Publisher"]
 
 _HOMES = {
-    "AnchorEvery": "policy",
-    "AnchorPolicy": "policy",
-    "DeltaCallback": "callbacks",
-    "Publication": "report",
-    "Publisher": "publisher",
-    "SinceAnchor": "policy",
+    "Adaptive": "deltactl.core.cadence",
+    "DeltaCallback": "deltactl.trainer.callbacks",
+    "Every": "deltactl.core.cadence",
+    "Publication": "deltactl.trainer.report",
+    "Publisher": "deltactl.trainer.publisher",
 }
 
 
@@ -34,4 +26,4 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for, and with it torch or transformers, only now."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name]), name)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deltactl.core.cadence import Cadence, Run
 from deltactl.core.store import Bucket
 from deltactl.trainer.local_base import LocalBase, Written
-from deltactl.trainer.policy import AnchorPolicy, SinceAnchor
 from deltactl.trainer.put import put_anchor
 from deltactl.trainer.report import Publication, log
 from deltactl.trainer.worker import Worker
@@ -25,7 +25,7 @@ class Loose:
 
 
 class Anchors:
-    """Follows the confirmed links, asks the policy, and makes what is due.
+    """Follows the confirmed links, asks the cadence, and makes what is due.
 
     Also where no anchor is due the deltas are taken into the local base once they are as large as
     it is, so that their files do not fill the disk.
@@ -35,13 +35,13 @@ class Anchors:
         self,
         bucket: Bucket,
         base: LocalBase,
-        policy: AnchorPolicy,
-        since: SinceAnchor | None,
+        cadence: Cadence,
+        since: Run | None,
         *,
         done: Callable[[Publication], None],
         failed: Callable[[Exception, bool], None],
     ) -> None:
-        self._bucket, self._base, self._policy, self._done = bucket, base, policy, done
+        self._bucket, self._base, self._cadence, self._done = bucket, base, cadence, done
         self._since = since
         self._loose: list[Loose] = []
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Anchors:
     def first(self, publication: Publication) -> None:
         """The chain's first anchor, or a new one of a chain that was not gone on with."""
         step = publication.step
-        self._since = SinceAnchor(step, step, 0, 0, publication.bytes)
+        self._since = Run(step, step, publication.bytes, 0, 0)
 
     def confirmed(self, link: Loose) -> None:
         """A delta that the bucket has confirmed."""
@@ -60,8 +60,8 @@ class Anchors:
             self._since = replace(
                 self._since,
                 step=link.publication.step,
-                deltas=self._since.deltas + 1,
                 delta_bytes=self._since.delta_bytes + link.publication.bytes,
+                changed=self._since.changed + (link.publication.changed_elements or 0),
             )
             since, loose = self._since, tuple(self._loose)
         if self._worker.over or not self._worker.has_room:
@@ -70,11 +70,11 @@ class Anchors:
         if due or sum(item.publication.bytes for item in loose) > since.anchor_bytes:
             self._worker.put(_Advance(self, loose, due))
 
-    def _is_due(self, since: SinceAnchor) -> bool:
+    def _is_due(self, since: Run) -> bool:
         try:
-            return self._policy.due(since)
+            return self._cadence.due(since)
         except Exception:  # another's code; the links go on without its anchors
-            log.exception("the policy of anchors failed at step %d", since.step)
+            log.exception("the cadence of anchors failed at step %d", since.step)
             return False
 
     def advance(self, loose: tuple[Loose, ...]) -> Written:
@@ -92,9 +92,14 @@ class Anchors:
         size = put_anchor(self._bucket, written.snapshot)
         with self._lock:
             assert self._since is not None
-            newer = [item.publication.bytes for item in self._loose]
-            step = publication.step
-            self._since = SinceAnchor(self._since.step, step, len(newer), sum(newer), size)
+            newer = [item.publication for item in self._loose]
+            self._since = Run(
+                step=self._since.step,
+                anchor_step=publication.step,
+                anchor_bytes=size,
+                delta_bytes=sum(delta.bytes for delta in newer),
+                changed=sum(delta.changed_elements or 0 for delta in newer),
+            )
         self._done(replace(publication, bytes=size))
 
     def close(self) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deltactl.core.cadence import Cadence
 from deltactl.core.chain import delta_name
 from deltactl.core.store import Bucket
 from deltactl.trainer.anchors import Anchors, Loose
 from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import write_delta
 from deltactl.trainer.local_base import LocalBase
-from deltactl.trainer.policy import AnchorPolicy
 from deltactl.trainer.put import put_anchor, put_link
 from deltactl.trainer.report import Publication, log
 from deltactl.trainer.resume import Begin
@@ -55,7 +55,7 @@ class Line:
         deltas: Path,
         *,
         encoding: str,
-        policy: AnchorPolicy,
+        cadence: Cadence,
         notify: Notify | None,
     ) -> None:
         self._bucket, self._base, self._deltas, self._encoding = bucket, base, deltas, encoding
@@ -67,7 +67,7 @@ class Line:
         self._anchor_error: Exception | None = None
         self._links = Worker("deltactl-links", PENDING, self._link_failed)
         self._anchors = Anchors(
-            bucket, base, policy, start.since,
+            bucket, base, cadence, start.since,
             done=self._anchored, failed=self._anchor_failed,
         )  # fmt: skip
         self._notices = None if notify is None else _Notices(bucket.url, notify)

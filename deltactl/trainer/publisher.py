@@ -17,6 +17,7 @@ import torch
 
 from deltactl.bucket import open_bucket
 from deltactl.core.cache import cache_root
+from deltactl.core.cadence import Cadence, Every
 from deltactl.core.digest import hasher
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.errors import Conflict, NotAllowed, UsageError
@@ -29,7 +30,6 @@ from deltactl.trainer.live import Live, check_view, live_tensors
 from deltactl.trainer.local_base import LocalBase
 from deltactl.trainer.mirror import MEMORY, Mirror
 from deltactl.trainer.names import Names, Naming, check_optimizer, inner_optimizer, unwrapped
-from deltactl.trainer.policy import AnchorEvery, AnchorPolicy
 from deltactl.trainer.report import Publication, log
 from deltactl.trainer.resume import begin, check_same_model
 
@@ -100,7 +100,7 @@ class Publisher:
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
         encoding: str = DEFAULT,
-        anchors: AnchorPolicy = AnchorEvery(10),  # noqa: B008 - frozen
+        anchors: Cadence = Every(),  # noqa: B008 - frozen
         when_busy: Literal["wait", "merge"] = "wait",
         files: Files | None = None,
         names: Names | None = None,
@@ -151,7 +151,7 @@ class Publisher:
                 base,
                 _empty(place / "deltas"),
                 encoding=encoding,
-                policy=anchors,
+                cadence=anchors,
                 notify=notify,
             )
             self._stack = stack.pop_all()

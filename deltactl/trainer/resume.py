@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltactl.core.cadence import Every, Run
 from deltactl.core.chain import Chain, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.digest import state_digest
@@ -25,7 +26,6 @@ from deltactl.core.pull import materialize
 from deltactl.core.store import Bucket
 from deltactl.trainer.encode import States, digest_of
 from deltactl.trainer.mirror import Held, Mirror
-from deltactl.trainer.policy import SinceAnchor
 from deltactl.trainer.report import log
 
 _STEP = re.compile(r"(?:anchors|deltas)/step_(\d{6,18})[./]")
@@ -39,7 +39,7 @@ class Begin:
 
     newest: int
     states: States = field(default_factory=dict)
-    since: SinceAnchor | None = None
+    since: Run | None = None
 
 
 def begin(bucket: Bucket, directory: Path, mirror: Mirror) -> Begin:
@@ -76,7 +76,7 @@ def _newest(bucket: Bucket) -> int:
 
 
 def _continued(bucket: Bucket, chain: Chain, directory: Path, mirror: Mirror, newest: int) -> Begin:
-    Placement(chain, 0).next_step(None)
+    Placement(chain, Every(0)).next_step(None)
     tip = chain.tip
     assert tip is not None  # or the placement would have refused
     _rebuild(bucket, chain, directory, tip)
@@ -111,10 +111,11 @@ def _load(mirror: Mirror, checkpoint: Checkpoint) -> States:
     return {state.name: state for state in found}
 
 
-def _since(chain: Chain, tip: int) -> SinceAnchor:
+def _since(chain: Chain, tip: int) -> Run:
     anchor, deltas = chain.path(tip)
     size = sum(link.bytes for link in deltas)
-    return SinceAnchor(tip, anchor.step, len(deltas), size, anchor.bytes)
+    changed = sum(link.changed_elements or 0 for link in deltas)
+    return Run(tip, anchor.step, anchor.bytes, size, changed)
 
 
 def check_same_model(

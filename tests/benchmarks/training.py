@@ -128,11 +128,11 @@ class _Trl(_Nothing):
 
 class _Ours(_Nothing):
     def __init__(self, way: str, model: Any, optimizer: Any, scratch: Path) -> None:
-        from deltactl.trainer import AnchorEvery, Publisher
+        from deltactl.trainer import Every, Publisher
 
         super().__init__()
         self._publisher = Publisher(
-            model, scratch / "bucket", optimizer=optimizer, anchors=AnchorEvery(0),
+            model, scratch / "bucket", optimizer=optimizer, anchors=Every(0),
             scratch=scratch / "scratch", mirror="disk" if way == DISK else "memory",
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ import torch._dynamo  # which an optimizer would import, in every process for it
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.verify import verify_bucket
-from deltactl.trainer import AnchorEvery, Publisher
+from deltactl.trainer import Every, Publisher
 
 _LINKS = 4  # that a trainer at most gets confirmed before its time has come
 _LONGEST = 0.05  # seconds that it lives on from then
@@ -57,7 +57,7 @@ def train(root: Path, seed: int, steps: int | None, running: Callable[[], None])
         model,
         LocalBucket(root / "bucket"),
         optimizer=optimizer,
-        anchors=AnchorEvery(3),
+        anchors=Every(3),
         mirror=mirror,
         scratch=root / "scratch",
     )

@@ -19,7 +19,7 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import read_chain
 from deltactl.core.errors import NotAllowed
 from deltactl.core.pull import pull
-from deltactl.trainer import AnchorEvery, DeltaCallback
+from deltactl.trainer import DeltaCallback, Every
 from deltactl.trainer.tiny import quiet
 from tests.support.publishing import Bits, MoodyBucket, assert_chain, bits_of
 
@@ -68,7 +68,7 @@ def test_a_trainer_publishes_every_step(
     delta = DeltaCallback(
         bucket,
         dtype="bfloat16",
-        anchors=AnchorEvery(2),
+        anchors=Every(2),
         notify=lambda url, step: told.append((url, step)),
     )
     with quiet():

@@ -19,7 +19,7 @@ from deltactl.core.encoding import ENCODINGS
 from deltactl.core.errors import Conflict, NotAllowed, Unsupported, UsageError
 from deltactl.core.header import Record
 from deltactl.core.pull import pull
-from deltactl.trainer import AnchorEvery, Publisher
+from deltactl.trainer import Every, Publisher
 from tests.support.checkpoints import flip_bit
 from tests.support.publishing import (
     Bits,
@@ -72,7 +72,7 @@ def test_three_lines_in_a_plain_loop(
     model = small()
     optimizer = adamw(model)
     with Publisher(
-        model, bucket, optimizer=optimizer, encoding=encoding, mirror=mirror, anchors=AnchorEvery(3)
+        model, bucket, optimizer=optimizer, encoding=encoding, mirror=mirror, anchors=Every(3)
     ) as publisher:
         expected = train(None, model, optimizer, range(1, 8))
     assert_chain(bucket, expected, tmp_path)
@@ -99,7 +99,7 @@ def test_anchors_come_by_their_policy_and_hold_the_step(
     tmp_path: Path, bucket: MoodyBucket
 ) -> None:
     model = small()
-    with Publisher(model, bucket, anchors=AnchorEvery(2)) as publisher:
+    with Publisher(model, bucket, anchors=Every(2)) as publisher:
         expected = {}
         for step in range(1, 7):
             expected |= train(publisher, model, adamw(model), range(step, step + 1))
@@ -126,7 +126,7 @@ def test_deltas_do_not_pile_up_where_no_anchor_is_wanted(
     model, scratch = small(), tmp_path / "scratch"
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     with Publisher(
-        model, bucket, optimizer=optimizer, anchors=AnchorEvery(0), scratch=scratch
+        model, bucket, optimizer=optimizer, anchors=Every(0), scratch=scratch
     ) as publisher:
         for step in range(1, 30):
             with torch.no_grad():
@@ -305,7 +305,7 @@ def test_training_that_went_on_from_an_earlier_step_is_numbered_on(
 
 def test_steps_rise_also_within_a_run(tmp_path: Path, bucket: MoodyBucket) -> None:
     model = small()
-    with Publisher(model, bucket, anchors=AnchorEvery(0)) as publisher:
+    with Publisher(model, bucket, anchors=Every(0)) as publisher:
         for step in (5, 3, 4, 9, 9):
             publisher.publish(step)
     found = [(p.training_step, p.step) for p in publisher.history]
@@ -374,7 +374,7 @@ def test_one_publisher_a_directory(tmp_path: Path, bucket: MoodyBucket) -> None:
 
 def test_a_long_chain_is_read_once(bucket: MoodyBucket) -> None:
     model = small()
-    with Publisher(model, bucket, anchors=AnchorEvery(0)) as publisher:
+    with Publisher(model, bucket, anchors=Every(0)) as publisher:
         train(publisher, model, adamw(model), range(1, 8))
         wait_for(lambda: publisher.last and publisher.last.step == 7)
         reads, lists = bucket.reads, bucket.lists
@@ -461,7 +461,7 @@ def test_a_link_that_fails_is_tried_until_it_is_there(
     fault = failing(3, OSError(28, "No space left on device"), on)
     bucket.after, bucket.before = (fault, bucket.before) if lost else (bucket.after, fault)
     model = small()
-    with Publisher(model, bucket, anchors=AnchorEvery(2)) as publisher:
+    with Publisher(model, bucket, anchors=Every(2)) as publisher:
         expected = train(publisher, model, adamw(model), range(1, 5))
         wait_for(lambda: publisher.last and publisher.last.step >= 4)
     assert_chain(bucket, expected, tmp_path)
