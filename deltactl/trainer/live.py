@@ -61,10 +61,9 @@ class Live:
     def nbytes(self) -> int:
         return nbytes_of(self.dtype, self.shape)
 
-    @property
-    def chunk_elements(self) -> int:
-        """How many of its elements are looked at together."""
-        return CHUNK // max(1, self.nbytes // max(1, self.flat.numel()))
+    def elements_in(self, nbytes: int) -> int:
+        """How many of its elements take so many bytes."""
+        return nbytes // max(1, self.nbytes // max(1, self.flat.numel()))
 
 
 def live_tensors(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict[str, Live]:
@@ -108,7 +107,7 @@ def bytes_of(flat: torch.Tensor) -> torch.Tensor:
 def host_chunks(live: Live, start: int, stop: int) -> Iterator[tuple[int, Bits]]:
     """Of a tensor in the host's memory, from element ``start`` to ``stop``: each chunk's first
     element and its bits, valid until the next. Nothing is copied but what is rounded."""
-    size = live.chunk_elements
+    size = live.elements_in(CHUNK)
     buffer = torch.empty(min(size, stop - start) if live.rounded else 0, dtype=torch.bfloat16)
     for at in range(start, stop, size):
         piece = live.flat[at : min(at + size, stop)]

@@ -11,10 +11,14 @@ from typing import Any, Protocol
 import torch
 
 from deltactl.core.bits import Bits, elements
-from deltactl.trainer.live import CHUNK, Live, bytes_of
+from deltactl.core.parallel import cores
+from deltactl.trainer.live import Live, bytes_of
 
-_BUFFERS = 4
-"""Chunks in flight: two to copy, two to compare."""
+CHUNK = 1 << 24
+"""Bytes of a buffer. On an H200 with 16 cores 4 MiB took nearly twice as long."""
+
+_BUFFERS_MAX = 32
+
 
 Wait = Callable[[], None]
 
@@ -77,7 +81,8 @@ def copier_for(device: torch.device) -> Copier:
 
 
 class Staging:
-    """A ring of buffers of one device, kept from step to step, since pinned memory is slow to get.
+    """A ring of buffers of one device, kept from step to step, since pinned memory is slow to get:
+    for each core one to compare, and one on its way.
 
     ``make_copier`` is called once a step, on the training's thread.
     """
@@ -86,6 +91,7 @@ class Staging:
         self._make_copier = make_copier
         self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         self._made = 0
+        self.buffers = min(2 * cores(), _BUFFERS_MAX)
 
     def each_chunk(
         self, tensors: list[Live], work: Callable[[Live, int, Bits], None], pool: Executor
@@ -94,7 +100,7 @@ class Staging:
         each, which the caller waits for, as soon as its copy has begun."""
         copier = self._make_copier()
         for live in tensors:
-            size = live.chunk_elements
+            size = live.elements_in(CHUNK)
             for at in range(0, live.flat.numel(), size):
                 end = min(at + size, live.flat.numel())
                 yield self._chunk(copier, live, at, end, work, pool)
@@ -126,7 +132,7 @@ class Staging:
         return pool.submit(finish)
 
     def _take(self, copier: Copier) -> torch.Tensor:
-        if self._made == _BUFFERS:
+        if self._made == self.buffers:
             return self._free.get()
         self._made += 1
         return copier.buffer(CHUNK)
