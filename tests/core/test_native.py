@@ -259,3 +259,62 @@ def test_ranks_and_select(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch
             assert same(*again)
             assert np.array_equal(again[0][0], at)
             assert np.array_equal(order[again[0][1]], np.arange(at.size))
+
+
+# Live weights.
+
+
+def rows_of(elements: Array, positions: Array, values: Array) -> Array:
+    """One row of the kernel, as Kernel.holds describes it."""
+    at = [array.ctypes.data for array in (elements, positions, values)]
+    return np.array([[*at, positions.size, elements.itemsize, positions.itemsize]], np.int64)
+
+
+@pytest.mark.parametrize("place", [np.array, unaligned])
+@pytest.mark.parametrize("wide", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", ["I8", "BF16", "F32", "I64"])
+def test_holds_put_and_take(dtype: str, wide: Any, place: Any) -> None:
+    kernel, random = need_kernel(), np.random.default_rng(0)
+    for size in (1, 9, 1000, 5000):
+        live, at = place(elements(dtype, size)), random.permutation(size).astype(wide)
+        at = np.ascontiguousarray(at[: max(1, size // 2)])
+        before, found = live.copy(), place(np.zeros(at.size, live.dtype))
+        kernel.take(rows_of(live, at, found))
+        assert np.array_equal(found, before[at])
+        assert kernel.holds(rows_of(live, at, found))
+        new = place(~found)
+        assert not kernel.holds(rows_of(live, at, new))
+        kernel.put(rows_of(live, at, new))
+        assert kernel.holds(rows_of(live, at, new))
+        before[at] = new
+        assert np.array_equal(live, before)
+
+
+def test_holds_sees_one_bit_in_any_place_of_any_row() -> None:
+    kernel = need_kernel()
+    live = elements("BF16", 3000)
+    at = np.arange(0, 3000, 2)
+    same, expected = live[at].copy(), live[at].copy()
+    rows = np.concatenate([rows_of(live, at, side) for side in (same, expected, same)])
+    assert kernel.holds(rows)
+    for i in range(at.size):
+        expected[i] ^= 1 << (i % 16)
+        assert not kernel.holds(rows)
+        expected[i] ^= 1 << (i % 16)
+    assert kernel.holds(rows)
+    assert kernel.holds(rows[:0])
+
+
+@pytest.mark.parametrize("dtype", ["I8", "BF16", "F32", "I64"])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 1, 4, 3), (1,) * 15 + (2,)])
+def test_rectangle(dtype: str, shape: tuple[int, ...]) -> None:
+    random = np.random.default_rng(len(shape))
+    found = unaligned(elements(dtype, 5000))
+    for _ in range(5):
+        strides, steps = random.integers(1, 300, (2, len(shape)))
+        places = np.indices(shape).reshape(len(shape), -1).T
+        at, index = places @ strides, places @ steps
+        axes = np.array([shape, strides, steps], np.int64)
+        start, first = int(random.integers(0, 9)), int(random.integers(0, 1 << 40))
+        expected = int(bits.mix64((index + first).astype(np.uint64), found[start + at]).sum())
+        assert need_kernel().rectangle(found[start:], axes, first) == expected % (1 << 64)

@@ -3,14 +3,15 @@
     with loaded(path) as model: ...                    # as one rank
     with loaded(path, ranks=2, rank=1) as model: ...   # the slices of one rank of two
 
-Ranks are pretended: no second process exists, and such a model cannot compute. Needs vllm.
+Ranks are pretended: no second process exists, and such a model cannot compute. How matrices are
+packed for the CPU depends on the processor; here they are not, or all are. Needs vllm.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,12 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def loaded(path: Path, *, ranks: int = 1, rank: int = 0) -> Iterator[Any]:
-    """The model of a checkpoint, its weights loaded and processed after loading."""
+def loaded(
+    path: Path, *, ranks: int = 1, rank: int = 0, processed: bool = True, packed: bool = False
+) -> Iterator[Any]:
+    """The model of a checkpoint, its weights loaded and, if ``processed``, made ready to compute:
+    with every matrix of a linear layer packed away, if ``packed``, as on a processor with AVX-512.
+    """
     os.environ.update(ENVIRONMENT)
     import torch
     from vllm.config import set_current_vllm_config
@@ -56,11 +61,44 @@ def loaded(path: Path, *, ranks: int = 1, rank: int = 0) -> Iterator[Any]:
             with set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
                 model = utils.initialize_model(vllm_config=config)
             get_model_loader(config.load_config).load_weights(model, config.model_config)
-            utils.process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+            if processed:
+                with _linears(_pack if packed else _leave):
+                    device = torch.device("cpu")
+                    utils.process_weights_after_loading(model, config.model_config, device)
             yield model
         finally:
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
+
+
+@contextmanager
+def _linears(prepare: Callable[[Any, bool], None]) -> Iterator[None]:
+    """Have a function of ours prepare linear layers and embeddings for the CPU meanwhile."""
+    from vllm.model_executor.layers import utils
+
+    theirs = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = prepare
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = theirs
+
+
+def _leave(layer: Any, remove_weight: bool) -> None:
+    import torch
+
+    layer.cpu_linear = torch.nn.functional.linear
+
+
+def _pack(layer: Any, remove_weight: bool) -> None:
+    """As vLLM does with oneDNN: the layer computes with a copy, and its weight becomes empty unless
+    it is an embedding."""
+    import torch
+
+    packed = layer.weight.t().contiguous()
+    layer.cpu_linear = lambda x, weight, bias: x @ packed
+    if remove_weight:
+        layer.weight = torch.nn.Parameter(torch.empty(0, dtype=packed.dtype), requires_grad=False)
 
 
 def _free_port() -> int:
