@@ -9,8 +9,11 @@ registered them, and parameters of its own that no checkpoint tensor reaches.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -18,8 +21,11 @@ from torch import nn
 
 _DEPTH = 6  # objects from the module to a tensor that it computes with
 _OF_MODULE = frozenset({"_parameters", "_buffers", "_modules", "kv_cache"})
-_ELSEWHERE = ("torch.distributed", "vllm.distributed", "vllm.config")
-"""Packages whose objects hold tensors that are no weights: buffers for communication."""
+_ELSEWHERE = ("torch.", "torch_", "vllm.compilation", "vllm.config", "vllm.distributed")
+"""Packages whose objects hold tensors that are no weights: examples that a compiler has traced,
+buffers for communication."""
+
+_WEIGHTS = (torch.Tensor, nn.Parameter, nn.Buffer)  # others of torch's kinds stand for no memory
 
 _FINISH = "process_weights_after_loading"
 """The method of a vLLM module that makes things of the weights below it."""
@@ -47,11 +53,11 @@ def kept_beside(
 
 def _kept_by(module: nn.Module, is_live: Callable[[torch.Tensor], bool]) -> str | None:
     packed = vars(module).get("cpu_linear")
-    if getattr(packed, "__closure__", None):
+    if isinstance(packed, FunctionType) and packed.__closure__:
         return "a packed copy of the weight"
     for path, tensor in _tensors(module):
         if tensor.is_floating_point() and tensor.numel() > 1 and not is_live(tensor):
-            return f"{path}"
+            return path
     return None
 
 
@@ -63,14 +69,15 @@ def _made(module: nn.Module, reached: Callable[[Any], bool]) -> str | None:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors that the module's plain attributes lead to, and by which path."""
     seen: set[int] = set()
-    todo = [(k, v, 0) for k, v in vars(module).items() if k not in _OF_MODULE]
+    todo = deque((k, v, 0) for k, v in vars(module).items() if k not in _OF_MODULE)
     while todo:
-        path, value, depth = todo.pop()
+        path, value, depth = todo.popleft()  # the nearest first, so that depth cuts off no other
         if isinstance(value, torch.Tensor):
-            yield path, value
+            if not type(value).__module__.startswith(_ELSEWHERE) or type(value) in _WEIGHTS:
+                yield path, value
         elif id(value) not in seen and depth < _DEPTH:
             seen.add(id(value))
-            todo += [(f"{path}.{k}", v, depth + 1) for k, v in _inside(value)]
+            todo.extend((f"{path}.{k}", v, depth + 1) for k, v in _inside(value))
 
 
 def _inside(value: object) -> Iterator[tuple[object, object]]:
@@ -84,11 +91,19 @@ def _inside(value: object) -> Iterator[tuple[object, object]]:
         yield from enumerate(value.args)
         yield from value.keywords.items()
         yield "function", value.func
-    elif closure := getattr(value, "__closure__", None):
-        for name, cell in zip(value.__code__.co_freevars, closure, strict=True):  # type: ignore[attr-defined]
+    elif isinstance(value, FunctionType):
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 yield name, cell.cell_contents
             except ValueError:  # not set yet
                 continue
+    elif isinstance(value, MethodType):
+        yield "self", value.__self__
     elif not type(value).__module__.startswith(_ELSEWHERE):
-        yield from getattr(value, "__dict__", {}).items()
+        yield from _attributes(value)
+
+
+def _attributes(value: object) -> Iterator[tuple[object, object]]:
+    """Those that it holds itself; some objects make up any attribute that they are asked for."""
+    with suppress(TypeError):
+        yield from vars(value).items()

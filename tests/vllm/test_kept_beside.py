@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from deltactl.vllm.regions import TensorSpec
 from deltactl.vllm.weight_map import record
@@ -30,6 +31,14 @@ class Finishing(nn.Module):
         self.child = child
 
     def process_weights_after_loading(self) -> None: ...
+
+
+class Kernel:
+    def __init__(self, made: Tensor) -> None:
+        self.made = made
+
+    def run(self, x: Tensor) -> Tensor:
+        return self.made @ x
 
 
 class Model(nn.Module):
@@ -74,6 +83,7 @@ STALE: dict[str, Callable[[Model], None]] = {
     "list": lambda m: setattr(m.a, "made", [{"of": (m.a.weight * 2,)}]),
     "object": lambda m: setattr(m.a, "made", SimpleNamespace(x=SimpleNamespace(y=m.a.weight * 2))),
     "function": _in_a_function,
+    "method": lambda m: setattr(m.a, "run", Kernel(m.a.weight * 2).run),
     "parent": _by_a_parent,
     "parent's parameter": _as_parameter_of_a_parent,
 }
@@ -99,6 +109,20 @@ def test_a_weight_that_another_layer_has_packed_is_stale_too() -> None:
     assert "packed copy" in found.unmapped["b.weight"]
 
 
+class AnswersAll:
+    """As torch.ops: has whatever attribute it is asked for."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> object:
+        return self
+
+
+def _traced(model: Model) -> None:
+    with FakeTensorMode() as mode:
+        model.a.example = [mode.from_tensor(torch.randn(3, 3))]
+
+
 def _cycle(model: Model) -> None:
     model.a.ring = ring = [model.a]
     ring.append(ring)
@@ -114,6 +138,8 @@ FRESH: dict[str, Callable[[Model], None]] = {
     "module": lambda m: setattr(m.a, "other", SimpleNamespace(layer=m.b)),
     "parent": lambda m: setattr(m, "parent", Finishing(m.a)),
     "ring": _cycle,
+    "answers all": lambda m: setattr(m.a, "ops", [AnswersAll(), torch.ops.aten]),
+    "traced": _traced,
 }
 
 

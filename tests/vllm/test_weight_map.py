@@ -196,6 +196,11 @@ def _swap_then_flatten(model: Loader, name: str, w: Tensor) -> None:
     model.p.data.view(-1)[1:11].copy_(w.t().contiguous().view(-1)[3:13])
 
 
+def _swap_then_cut_across(model: Loader, name: str, w: Tensor) -> None:
+    """Each axis alone stays within a row, both together do not."""
+    model.p.data[:2, :2].copy_(w.t().contiguous().view(-1)[1:5].view(2, 2))
+
+
 def _through_memory_of_its_own(model: Loader, name: str, w: Tensor) -> None:
     stage = torch.empty(4, 4, dtype=BF16)
     stage.copy_(w)
@@ -234,6 +239,7 @@ UNMAPPED: dict[str, tuple[Callable[[Loader, str, Tensor], object], str]] = {
     "replaced": (_replace_module_parameter, "puts other parameters into the model"),
     "set": (_set_data, "puts another tensor in the parameter's place"),
     "reshaped": (_swap_then_flatten, "across dimensions that it has swapped"),
+    "cut across": (_swap_then_cut_across, "across dimensions that it has swapped"),
     "staged": (_through_memory_of_its_own, "computes with it"),
     "failed": (_fail, "ValueError: cannot place w"),
     "failed silently": (lambda m, n, w: next(iter([])), "StopIteration: test_weight_map.py, line"),
@@ -380,6 +386,14 @@ def test_columns_side_by_side_are_apart_and_columns_that_meet_are_not() -> None:
 def test_a_dtype_that_torch_lacks_is_unmapped() -> None:
     found = record(Loader(_fail), [TensorSpec("w", "F4", (4, 4))])
     assert found.unmapped == {"w": "torch has no dtype for F4"}
+
+
+def test_parameters_wider_than_any_element_of_ours_are_not_written_either() -> None:
+    model = Loader(lambda m, n, w: m.r.data.copy_(w))
+    model.r = nn.Parameter(torch.ones(4, 4, dtype=torch.complex128), requires_grad=False)
+    found = record(model, [W])
+    assert "casts it" in found.unmapped["w"]
+    assert torch.equal(model.r, torch.ones(4, 4, dtype=torch.complex128))
 
 
 def test_a_tensor_without_elements_is_ignored() -> None:
