@@ -103,7 +103,7 @@ def _audit(
         engine = server.engine("deltactl_audit_seal")
     if audit is None or audit.phase != "done":
         raise engine.error or DeltactlError("the server could not look at its weights")
-    _judge(server, chain, audit, report)
+    _judge(server, chain, engine, audit, report)
 
 
 def _check_state(
@@ -129,9 +129,10 @@ def _check_state(
         )
 
 
-def _judge(server: Server, chain: Chain, audit: Audit, report: Audited) -> None:
+def _judge(server: Server, chain: Chain, engine: Engine, audit: Audit, report: Audited) -> None:
     report.checked, report.differing = audit.checked, audit.differing
-    report.unaudited = audit.unaudited
+    # A model whose output layer is tied keeps nothing of one that the checkpoint has all the same.
+    report.unaudited = tuple(name for name in audit.unaudited if name not in engine.ignored)
     if audit.differing:
         raise Malformed(
             "the live weights are not those of the step",

@@ -63,7 +63,10 @@ class Drive:
         Raises what kept even from looking, and what kept the server from coming to rest.
         """
         seen = self._note(self._first_look())
-        while (do := decide(seen, self.job)) is not Do.END or not seen.certain:
+        while not self._is_another_s(seen):
+            do = decide(seen, self.job)
+            if do is Do.END and seen.certain:
+                break
             self._done[do] += 1
             if do is not Do.WAIT and self._done[do] > _MOST:
                 raise DeltactlError("the update goes round in circles", file=self.server.url)
@@ -157,14 +160,19 @@ class Drive:
             job.still = False
         if engine.identity == "failed" and job.going:
             job.error = engine.error or DeltactlError("the server could not identify its weights")
-        if update is None:
-            return seen
-        if update.id == job.id:
+        if update is not None and update.id == job.id:
             self._note_own(seen, update)
-        elif update.id not in job.dead and not job.options.dry_run:
-            what, hint = "another client is updating the server", "wait for it, then try again"
-            raise Transient(what, file=self.server.url, hint=hint)
         return seen
+
+    def _is_another_s(self, seen: Seen) -> bool:
+        """Whether the server is in the hands of another client, which is let alone."""
+        update, job = seen.update, self.job
+        if update is None or update.id == job.id or update.id in job.dead:
+            return False
+        if not job.there(seen):
+            what, hint = "another client is updating the server", "wait for it, then try again"
+            job.error = job.error or Transient(what, file=self.server.url, hint=hint)
+        return True
 
     def _note_own(self, seen: Seen, update: Update) -> None:
         job, report = self.job, self.report

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from deltactl.core.chain import Chain, Link, delta_name
 from deltactl.core.delta import DeltaHeader, open_delta
+from deltactl.core.encoding import encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
 from deltactl.core.files import temporary_directory
 from deltactl.core.pull import wanted_step
@@ -171,13 +172,22 @@ def lent(delta: Path) -> Iterator[tuple[Path, str]]:
     """A delta file as an object of a bucket while the block runs: the bucket, and the name there.
 
     Where the file lies in none, a directory beside it is one, with a link to the file or a copy.
+    Raises UsageError for an encoding that cannot be read so, and as ``open_delta``.
     """
     path = delta.resolve()
-    step = open_delta(path).header.step
-    name = delta_name(step or 0)
+    header = open_delta(path).header
+    name = delta_name(header.step or 0)
     if path.parts[-2:] == tuple(name.split("/")):
         yield path.parents[1], name
         return
+    if encoding_named(header.encoding).needs_base:
+        what = "servers can read a delta in this encoding only in the bucket that has its base"
+        raise UsageError(
+            what,
+            file=delta,
+            found=header.encoding,
+            hint=f"deltactl apply BUCKET@{header.step} --server URL",
+        )
     with temporary_directory(path) as bucket:
         place = bucket / name
         place.parent.mkdir()

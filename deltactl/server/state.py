@@ -70,6 +70,7 @@ class Engine:
     session: bool
     mapped: int | None
     unmapped: Mapping[str, str]
+    ignored: frozenset[str]
     audit: Audit | None
 
     @property
@@ -127,6 +128,7 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
         session=any(rank.get("session") is True for rank in ranks),
         mapped=_integer(maps[0].get("tensors")) if len(maps) == len(ranks) else None,
         unmapped={str(k): str(v) for found in maps for k, v in _mapping(found, "unmapped").items()},
+        ignored=frozenset(str(name) for found in maps for name in _list(found, "ignored")),
         audit=_audit(ranks),
     )
 

@@ -121,7 +121,9 @@ class Wire:
             hint = f"deltactl doctor --server {self.url}"
             return Unreachable("no connection to the server", file=self.url, hint=hint)
         if isinstance(error, requests.Timeout):
-            return self._no_answer(path, f"nothing in {self.timeout:g} seconds")
+            silent = self._no_answer(path, f"nothing in {self.timeout:g} seconds")
+            silent.hint = "give it longer with --timeout, if it may take that long"
+            return silent
         if isinstance(error, requests.ConnectionError | requests.exceptions.ChunkedEncodingError):
             return self._no_answer(path, "the connection ended")
         return NoAnswer(f"the request to {path} failed", file=self.url, found=type(error).__name__)

@@ -68,6 +68,15 @@ def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -
     assert (found.error, found.unaudited) == (None, ("model.norm",))
 
 
+def test_tensors_of_which_the_model_keeps_nothing_are_no_doubt(start: Start, steps: Steps) -> None:
+    server = start()
+    workers = server.vllm.workers
+    workers.unaudited = ["model.norm"]
+    workers.map = {"tensors": 5, "unmapped": {}, "ignored": ["model.norm"]}
+    (found,) = audit(steps, 1, server)
+    assert (found.error, found.unaudited, found.checked) == (None, (), 4)
+
+
 def test_nothing_that_can_be_looked_at_is_no_pass(start: Start, steps: Steps) -> None:
     server = start()
     server.vllm.workers.unaudited = [*server.vllm.workers.tensors]

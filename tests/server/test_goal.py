@@ -138,6 +138,15 @@ def test_a_delta_without_a_step(tmp_path: Path, start: Start) -> None:
     assert "--step" in str(caught.value.hint)
 
 
+def test_a_delta_that_only_its_base_can_read(tmp_path: Path, start: Start) -> None:
+    one, two, *_ = states(2)
+    path = make_delta(tmp_path / "x.safetensors", one, two, encoding="ulp_ctx")
+    server = start()
+    with pytest.raises(UsageError, match="encoding"):
+        apply_delta_to_servers(path, [server.url], QUICK)
+    assert server.requests == []
+
+
 @pytest.mark.parametrize("urls", [[], ["http://a", "http://a/"], ["a"]])
 def test_servers_that_make_no_sense(urls: list[str], steps: Steps) -> None:
     with pytest.raises(UsageError):

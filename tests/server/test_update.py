@@ -442,6 +442,23 @@ def test_another_client_at_work_is_left_alone(start: Start, steps: Steps) -> Non
     assert workers.update["phase"] == "ready"
 
 
+def test_another_client_that_comes_when_all_is_done(start: Start, steps: Steps) -> None:
+    server = start()
+
+    def comes() -> None:
+        server.vllm.workers.update = None
+        leave(server, steps, "staged", "alive")
+        server.vllm.paused = server.vllm.session = False
+
+    def then_comes() -> None:
+        server.fail("rpc:deltactl_state", how=None, meanwhile=comes)
+
+    server.fail("rpc:deltactl_done", how=None, meanwhile=then_comes)
+    report = apply(steps, 1, server, replace(QUICK, repair=True))
+    assert (report.error, report.step_after) == (None, 1)
+    assert apply(steps, 2, server, replace(QUICK, grace=0)).error is None
+
+
 def test_two_clients_at_once(start: Start, steps: Steps) -> None:
     """Each of them ends well or says that the other is at work; the server is sound throughout."""
     server = start()
