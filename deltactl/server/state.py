@@ -106,7 +106,8 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
     if not ranks:
         raise Malformed("no rank of the server answered", file=url)
     first = ranks[0]
-    states = {(rank.get("step"), rank.get("state")) for rank in ranks}
+    # A rank that has none is not through with finding it out.
+    states = {str(rank.get("state")) for rank in ranks if rank.get("state") is not None}
     update, torn = _update(ranks, url)
     poisoned = next((error for rank in ranks if (error := error_of(rank.get("poisoned")))), None)
     if poisoned is None and (torn or len(states) > 1):
