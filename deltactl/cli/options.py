@@ -96,7 +96,8 @@ Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0.1,
-        help="For how long a server may not answer, or make no progress.",
+        help="For how long a server may not answer; ten times as long for work of its own that "
+        "shows no progress.",
     ),
 ]
 DryRun = Annotated[

@@ -9,8 +9,9 @@ from time import monotonic
 from typing import Any
 
 from deltactl.core.chain import Chain, read_chain
-from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unproven
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
 from deltactl.core.store import Bucket
+from deltactl.server.drive import PATIENCE, hangs
 from deltactl.server.fleet import as_error, side_by_side, urls_of
 from deltactl.server.preflight import check_plugin, check_routes, check_version
 from deltactl.server.routes import Server
@@ -151,7 +152,7 @@ class _Patience:
 
     def __init__(self, server: Server, stop: threading.Event) -> None:
         self._server, self._stop, self._pause = server, stop, _FIRST_POLL
-        self._until = monotonic() + server.timeout
+        self._until = monotonic() + PATIENCE * server.timeout
 
     def a_while(self) -> None:
         """Raises Transient once it has been too long, DeltactlError where it was interrupted."""
@@ -159,8 +160,7 @@ class _Patience:
             raise DeltactlError("interrupted", file=self._server.url)
         self._pause = min(self._pause * 1.5, _LONGEST_POLL)
         if monotonic() > self._until:
-            found = f"no end in {self._server.timeout:g} seconds"
-            raise Transient("the server's work hangs", file=self._server.url, found=found)
+            raise hangs(self._server)
 
     def until(self, engine: Engine, done: Callable[[Engine], bool]) -> Engine:
         while not done(engine):

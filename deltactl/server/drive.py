@@ -22,6 +22,9 @@ _STAGINGS = 3  # an update, once more where the server has lost it, a repair
 _MOST = 20  # times that anything but a poll is done on one way: more is a circle
 _FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
 
+PATIENCE = 10
+"""Times the timeout, for work in a server that shows no progress: hashing a model, fetching one."""
+
 _TO_REST = frozenset({Do.FINISH, Do.CLEAR, Do.RESUME, Do.ACKNOWLEDGE, Do.LABEL})
 """Where these fail there is nothing left to fall back on."""
 
@@ -202,10 +205,9 @@ class Drive:
             self._progress(update.fetched_bytes, self._way.nbytes)
         if self._sign[0] != _sign(seen):
             self._sign = (_sign(seen), now)
-        elif now - self._sign[1] > self.job.options.timeout:
+        elif now - self._sign[1] > PATIENCE * self.job.options.timeout:
             self._failures[Do.WAIT] = _TRIES
-            found = f"no progress in {self.job.options.timeout:g} seconds"
-            raise Transient("the server's work hangs", file=self.server.url, found=found)
+            raise hangs(self.server)
         return seen
 
     def _confirm(self, seen: Seen) -> Seen:
@@ -313,6 +315,13 @@ def unknown_weights(
         found=None if found is None else str(found),
         hint=f"deltactl apply {target} --server {url}, which writes every tensor anew",
     )
+
+
+def hangs(server: Server) -> Transient:
+    """The error for work in a server that has shown no progress for too long."""
+    found = f"no progress in {PATIENCE * server.timeout:g} seconds"
+    hint = "give it longer with --timeout"
+    return Transient("the server's work hangs", file=server.url, found=found, hint=hint)
 
 
 def _sign(seen: Seen) -> object:

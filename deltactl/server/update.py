@@ -46,7 +46,7 @@ class Options:
 
     ``pause``: what becomes of requests in flight, in vLLM's words. ``repair``: write every tensor,
     whatever the server says it holds. ``dry_run``: say what would be done. ``timeout``: seconds for
-    an answer, and for a sign of progress. ``grace``: seconds in which an update that is another
+    an answer. ``grace``: seconds in which an update that is another
     client's has to change, or that client is taken for dead.
     """
 

@@ -93,10 +93,12 @@ def test_many(start: Start, steps: Steps) -> None:
 
 
 def test_an_audit_without_an_end(start: Start, steps: Steps, monkeypatch: Any) -> None:
+    monkeypatch.setattr("deltactl.server.audit.PATIENCE", 0.05)
     server = start()
     monkeypatch.setattr(type(server.vllm.workers), "_deltactl_audit_seal", lambda self: None)
-    (found,) = audit(steps, None, server, timeout=0.3)
+    (found,) = audit(steps, None, server)
     assert isinstance(found.error, Transient)
+    assert found.error.what == "the server's work hangs"
 
 
 def test_a_step_that_is_not_there(start: Start, steps: Steps) -> None:

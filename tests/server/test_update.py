@@ -313,6 +313,44 @@ def test_repair_writes_every_tensor_of_the_step_that_it_is_on(start: Start, step
     assert_serves(server, steps, 3)
 
 
+@pytest.mark.parametrize("work", ["identify", "stage"])
+def test_work_in_the_server_that_hangs(
+    work: str, start: Start, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltactl.server.drive.PATIENCE", 0.05)
+    server = start()
+    workers, hung = server.vllm.workers, threading.Event()
+    if work == "stage":
+        workers.before_staged = hung.wait
+    else:
+        monkeypatch.setattr(workers, "_look", lambda _: hung.wait())
+    try:
+        report = apply(steps, 3, server)
+    finally:
+        hung.set()
+    assert isinstance(report.error, Transient)
+    assert report.error.what == "the server's work hangs"
+    assert (report.paused, server.vllm.paused, workers.update) == (False, False, None)
+    assert server.live == steps.states[1]
+
+
+def test_a_store_that_goes_away_while_the_update_is_staged(start: Start, steps: Steps) -> None:
+    server = start()
+    workers = server.vllm.workers
+
+    def store_is_gone() -> None:
+        raise Transient("the store is gone")
+
+    workers.before_staged = store_is_gone
+    report = apply(steps, 3, server)
+    assert isinstance(report.error, Transient)
+    assert report.error.what == "the store is gone"
+    assert (report.paused, report.step_after, workers.update) == (False, 1, None)
+    assert "/pause" not in server.requests
+    workers.before_staged = None
+    assert apply(steps, 3, server).error is None
+
+
 # Pauses, of this client and of others.
 
 

@@ -38,7 +38,7 @@ class Workers:
         self.tensors = weights.load(model)
         self.dtype, self.protocol = "bfloat16", 1
         self.rank_says: dict[int, dict[str, Any]] = {}
-        self.before_staged: Callable[[], None] | None = None
+        self.before_staged: Callable[[], object] | None = None
         self.write_fails = self.roll_back_fails = False
         self.unaudited: list[str] = []
         self.identity, self.step, self.state = "unknown", None, None
