@@ -11,6 +11,7 @@ import pytest
 import deltactl.bench
 import deltactl.bucket
 import deltactl.core
+import deltactl.server
 
 NEVER = ("rich", "torch", "transformers", "typer")
 
@@ -21,7 +22,9 @@ def modules_of(package: object) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "package", [deltactl.core, deltactl.bucket, deltactl.bench], ids=lambda p: p.__name__
+    "package",
+    [deltactl.core, deltactl.bucket, deltactl.server, deltactl.bench],
+    ids=lambda p: p.__name__,
 )
 def test_no_module_imports_the_interface_or_torch(package: object) -> None:
     """One after the other in a fresh interpreter, so that a culprit is named."""
