@@ -1,0 +1,148 @@
+"""One update on one rank: its phase, what is staged, and what the state tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deltactl.core.errors import Conflict, DeltactlError, UsageError
+from deltactl.vllm.contract import Row, Staged
+from deltactl.vllm.peers import Sums
+
+STEADY = ("staging", "staged", "ready")
+"""Phases of an update that is under way: another has to wait, or to discard it."""
+
+_TEXTS = ("id", "bucket", "to_state")
+_KEYS = (*_TEXTS, "from_step", "from_state", "to_step", "links", "full")
+
+
+@dataclass
+class Update:
+    """One update on this rank."""
+
+    request: dict[str, Any]
+    phase: str = "staging"
+    staged: Staged | None = None
+    error: DeltactlError | None = None
+    told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        return str(self.request["id"])
+
+    @property
+    def full(self) -> bool:
+        return bool(self.request.get("full"))
+
+    def end(self, phase: str, error: DeltactlError | None = None) -> None:
+        """Enter a phase in which the staged bits are of no more use, and free them."""
+        self.phase, self.error, self.staged = phase, error, None
+
+    def keep(self, staged: Staged) -> None:
+        """Note what the state tells of a staged update, also after it is gone."""
+        self.staged = staged
+        self.told = {
+            "elements": staged.elements,
+            "bytes": staged.nbytes,
+            "fetched_bytes": staged.fetched_bytes,
+            "seconds": dict(staged.seconds),
+            "reloaded": sorted(staged.reloaded),
+            "ignored": sorted(staged.ignored),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """``update`` of the state."""
+        empty = {"elements": 0, "bytes": 0, "fetched_bytes": 0}
+        lists: dict[str, Any] = {"seconds": {}, "reloaded": [], "ignored": []}
+        steps = {key: self.request.get(key) for key in ("from_step", "to_step")}
+        told = {**empty, **lists, **self.told}
+        head = {"id": self.id, "phase": self.phase, **steps, "full": self.full}
+        return {**head, **told, "error": facts(self.error)}
+
+
+def facts(error: DeltactlError | None) -> dict[str, Any] | None:
+    """An error as JSON: its facts, ``hint`` and ``kind``, the name of its class."""
+    if error is None:
+        return None
+    return {**error.facts(), "hint": error.hint, "kind": type(error).__name__}
+
+
+def wrapped(error: Exception, what: str) -> DeltactlError:
+    """``error`` if it is ours, else one of ours that tells it."""
+    if isinstance(error, DeltactlError):
+        return error
+    return DeltactlError(what, found=f"{type(error).__name__}: {error}")
+
+
+def checked_request(request: Mapping[str, Any]) -> dict[str, Any]:
+    """A request to stage with all its keys, of the right types. Raises UsageError."""
+    if not isinstance(request, Mapping):
+        raise UsageError("the update is no JSON object", found=type(request).__name__)
+    unknown = sorted(set(request) - set(_KEYS))
+    if unknown:
+        raise UsageError("the update has keys that this version does not know", found=unknown)
+    found = {key: request.get(key) for key in _KEYS}
+    full = found["full"] = bool(found["full"])
+    texts = (*_TEXTS, *(() if full else ("from_state",)))
+    links = found["links"] = list(found["links"] or [])
+    wrong = [key for key in texts if not isinstance(found[key], str) or not found[key]]
+    wrong += [] if type(found["to_step"]) is int else ["to_step"]
+    wrong += [] if all(isinstance(link, str) for link in links) and (links or full) else ["links"]
+    if wrong:
+        raise UsageError("the update is not whole", expected=", ".join(wrong))
+    return found
+
+
+def compare(rows: list[Row], total: Sums) -> DeltactlError | None:
+    """The first row whose sums over all ranks are not what the header says; None if all are.
+
+    ``total``: uint64 [len(rows), 3], of old, new and count.
+    """
+    for row, (old, new, count) in zip(rows, total.tolist(), strict=True):
+        if row.count is not None and row.count != count:
+            what = "the ranks together do not hold what the link changes"
+            return DeltactlError(
+                what, step=row.step, tensor=row.name, expected=row.count, found=count
+            )
+        if row.old is not None and row.old != old:
+            what = "the live weights are not those that the link stands on"
+            return _sums_differ(what, row, row.old, old)
+        if row.new is not None and row.new != new:
+            what = "the link does not lead to the weights that it names"
+            return _sums_differ(what, row, row.new, new)
+    return None
+
+
+def _sums_differ(what: str, row: Row, expected: int, found: int) -> DeltactlError:
+    return Conflict(
+        what,
+        step=row.step,
+        tensor=row.name,
+        expected=f"touch sum {expected:016x}",
+        found=f"touch sum {found:016x}",
+    )
+
+
+def advance(sums: dict[str, int], rows: list[Row]) -> None:
+    """Bring the sums over all of each tensor from before the rows' links to after them."""
+    for row in rows:
+        if row.name in sums and row.old is not None and row.new is not None:
+            sums[row.name] = (sums[row.name] - row.old + row.new) % (1 << 64)
+
+
+def gist(error: DeltactlError) -> str:
+    """An error as one line, for the other ranks."""
+    return f"{type(error).__name__}: {error}"
+
+
+def shape(update: Update) -> str | None:
+    """What has to be the same on all ranks before sums may be added row by row."""
+    if update.staged is None:
+        return None
+    return repr([(row.step, row.name) for row in update.staged.rows])
+
+
+def phases(everyone: list[Any]) -> str:
+    """The first of what each rank gave, for people."""
+    return ", ".join(f"rank {rank}: {row[0]}" for rank, row in enumerate(everyone))
