@@ -85,10 +85,11 @@ def checked_request(request: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: request.get(key) for key in _KEYS}
     full = found["full"] = bool(found["full"])
     texts = (*_TEXTS, *(() if full else ("from_state",)))
-    links = found["links"] = list(found["links"] or [])
+    links = found["links"]
     wrong = [key for key in texts if not isinstance(found[key], str) or not found[key]]
     wrong += [] if type(found["to_step"]) is int else ["to_step"]
-    wrong += [] if all(isinstance(link, str) for link in links) and (links or full) else ["links"]
+    good = isinstance(links, list | tuple) and all(isinstance(link, str) for link in links)
+    wrong += [] if good else ["links"]
     if wrong:
         raise UsageError("the update is not whole", expected=", ".join(wrong))
     return found
