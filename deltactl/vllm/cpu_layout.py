@@ -70,6 +70,7 @@ def _patch_experts(module: ModuleType) -> None:
     pack, packed_apply = experts.process_weights_after_loading, experts.apply
     if getattr(pack, "by_deltactl", False):
         return
+    plain_experts = _operation()
 
     def process(self: Any, layer: Any) -> None:
         self.unpacked = _ours() and self.moe_config.activation.value in _ACTIVATIONS
@@ -83,14 +84,16 @@ def _patch_experts(module: ModuleType) -> None:
         shares = given["topk_weights"]
         if given["apply_router_weight_on_input"]:  # done, to the hidden states
             shares = shares.new_ones(shares.shape)
-        _plain_experts(
+        plain_experts(
             given["output"],
             given["hidden_states"],
-            weights=(given["w1"], given["w2"]),
-            biases=(self.w1_bias, self.w2_bias),
-            shares=shares,
-            places=_places(given["topk_ids"], given["expert_map"]),
-            activation=given["activation"].value,
+            given["w1"],
+            given["w2"],
+            self.w1_bias,
+            self.w2_bias,
+            shares,
+            _places(given["topk_ids"], given["expert_map"]),
+            given["activation"].value,
         )
 
     process.by_deltactl = True  # type: ignore[attr-defined]
@@ -102,20 +105,36 @@ def _places(chosen: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tens
     return chosen if expert_map is None else expert_map[chosen]
 
 
+def _operation() -> Callable[..., None]:
+    """``_plain_experts`` as an operation of torch, which torch.compile takes as it is: which
+    experts are chosen shows only when it runs."""
+    import torch
+
+    return torch.library.custom_op(
+        "deltactl::plain_experts",
+        _plain_experts,
+        mutates_args=("output",),
+        schema="(Tensor(a!) output, Tensor tokens, Tensor gate_up, Tensor down, "
+        "Tensor? gate_up_bias, Tensor? down_bias, Tensor shares, Tensor places, "
+        "str activation) -> ()",
+    )
+
+
 def _plain_experts(
     output: torch.Tensor,
     tokens: torch.Tensor,
-    *,
-    weights: tuple[torch.Tensor, torch.Tensor],
-    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
     shares: torch.Tensor,
     places: torch.Tensor,
     activation: str,
 ) -> None:
     """Write the weighted sum of each token's experts.
 
-    ``output`` and ``tokens``: [tokens, hidden]. ``weights``: gate above up [experts, 2 * width,
-    hidden], and down [experts, hidden, width]; ``biases`` likewise, without the last dimension.
+    ``output`` and ``tokens``: [tokens, hidden]. ``gate_up``: [experts, 2 * width, hidden];
+    ``down``: [experts, hidden, width]; their biases likewise, without the last dimension.
     ``shares`` and ``places``: weight and place of the experts of each token [tokens, k]. The sum is
     taken in float32.
     """
@@ -123,14 +142,13 @@ def _plain_experts(
     from torch.nn.functional import linear
 
     total = torch.zeros(output.shape, dtype=torch.float32)
-    up_bias, down_bias = biases
     for place in torch.unique(places).tolist():
         if place < 0:
             continue
         rows, slots = (places == place).nonzero(as_tuple=True)
-        wide = linear(tokens[rows], weights[0][place], None if up_bias is None else up_bias[place])
-        inner = _gated(wide, activation)
-        found = linear(inner, weights[1][place], None if down_bias is None else down_bias[place])
+        bias = None if gate_up_bias is None else gate_up_bias[place]
+        inner = _gated(linear(tokens[rows], gate_up[place], bias), activation)
+        found = linear(inner, down[place], None if down_bias is None else down_bias[place])
         total.index_add_(0, rows, found.float() * shares[rows, slots].float().unsqueeze(-1))
     output.copy_(total)
 

@@ -322,9 +322,7 @@ def test_live_weights_that_changed_since_they_were_staged(pair: Ranks, rank: int
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("point", ["write", "verify"])
-def test_a_failure_half_way_is_rolled_back_on_all_ranks(
-    pair: Ranks, point: str, rank: int
-) -> None:
+def test_a_failure_half_way_is_rolled_back_on_all_ranks(pair: Ranks, point: str, rank: int) -> None:
     pair.stage()
     pair.seal()
     pair.toys[rank].breaks.add(point)
