@@ -198,6 +198,19 @@ def touch_sum(positions: Positions, bits: Bits, index: int = 0) -> int:
     return total % (1 << 64)
 
 
+def touch_sum_of_all(bits: Bits, index: int = 0) -> int:
+    """The touch sum of elements that lie one after another, the first at ``index`` of its tensor.
+
+    Over all of a tensor it says what the tensor holds to whoever has it in another layout.
+    """
+    at = np.arange(min(bits.size, _PIECE))
+    total = 0
+    for i in range(0, bits.size, _PIECE):
+        piece = bits[i : i + _PIECE]
+        total += touch_sum(at[: piece.size], piece, index + i)
+    return total % (1 << 64)
+
+
 @dataclass(frozen=True, slots=True)
 class Changes:
     """Where two runs of elements differ: positions, rising, and the bits before and after, all of

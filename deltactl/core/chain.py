@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -238,6 +238,26 @@ def read_chain(bucket: Bucket) -> Chain:
     links = [link for link in links if link.name not in torn]
     problems += torn.values()
     return Chain(links, problems, reader.bytes_read, bucket.url, 1 + reader.requests)
+
+
+def read_links(bucket: Bucket, names: Sequence[str]) -> list[Link]:
+    """The links whose headers are in these objects, in the order given, and no others read.
+
+    Raises NotFound for a name that no link has, what is wrong with a link, what the bucket raises.
+    """
+    candidates = {candidate[2]: candidate for candidate in _candidates(bucket.list())}
+    for name in names:
+        if name not in candidates:
+            hint = f"deltactl log {bucket.url}"
+            raise NotFound("the bucket has no such link", file=name, found=bucket.url, hint=hint)
+    reader = HeaderReader(bucket)
+    found = map_requests(lambda name: _read_link(reader, *candidates[name]), names, bucket.jobs)
+    links = []
+    for outcome in found:
+        if isinstance(outcome, DeltactlError):
+            raise outcome
+        links.append(outcome)
+    return links
 
 
 _Candidate = tuple[str, int, str, tuple[Object, ...]]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltactl.core.bits import (
+    _PIECE,
     SIGN_MAGNITUDE,
     element_bytes,
     elements,
@@ -19,6 +20,7 @@ from deltactl.core.bits import (
     steps_between,
     take_steps,
     touch_sum,
+    touch_sum_of_all,
 )
 from tests.support.adversarial import LAYOUTS, Bits, pairs, special_bits, unsigned
 from tests.support.checkpoints import BITS
@@ -162,6 +164,14 @@ def test_touch_sums_of_many_pairs() -> None:
     bits = np.random.default_rng(1).integers(0, 1 << 16, count).astype("<u2")
     expected = sum(map(mixed, positions.tolist(), bits.tolist())) & MASK
     assert touch_sum(positions, bits) == expected
+
+
+@pytest.mark.parametrize("size", [0, 1, _PIECE, 2 * _PIECE + 3])
+@pytest.mark.parametrize("kind", ["<u1", "<u2", "<u4", "<u8"])
+def test_touch_sums_of_all_elements(kind: str, size: int) -> None:
+    bits = np.random.default_rng(size).integers(0, 256, size).astype(kind)
+    for index in (0, 1 << 40):
+        assert touch_sum_of_all(bits, index) == touch_sum(np.arange(size) + index, bits)
 
 
 def test_touch_sums_that_are_known() -> None:

@@ -15,6 +15,7 @@ from deltactl.core.chain import (
     anchor_file_name,
     delta_name,
     read_chain,
+    read_links,
 )
 from deltactl.core.errors import Malformed, NotFound
 from deltactl.core.publish import push
@@ -125,6 +126,28 @@ def test_an_empty_chain() -> None:
 def test_no_bucket(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="no such bucket"):
         read_chain(LocalBucket(tmp_path / "nothing"))
+
+
+def test_links_by_name_are_read_alone_and_in_the_order_asked_for(bucket: LocalBucket) -> None:
+    names = [delta_name(5), delta_name(2), read_chain(bucket).anchors[6].name]
+    flip_bit(bucket.path(delta_name(4)), 20)  # of which nobody asks
+    found = read_links(bucket, names)
+    assert [link.name for link in found] == names
+    assert [link.step for link in found] == [5, 2, 6]
+    assert found[0].result_state == read_chain(bucket).deltas[5].result_state
+    assert read_links(bucket, []) == []
+
+
+def test_links_by_name_that_are_not_there_or_torn(bucket: LocalBucket) -> None:
+    with pytest.raises(NotFound) as missing:
+        read_links(bucket, [delta_name(2), delta_name(7)])
+    assert missing.value.file == delta_name(7)
+    with pytest.raises(NotFound):
+        read_links(bucket, ["../deltas/step_000002.safetensors"])
+    flip_bit(bucket.path(delta_name(4)), 20)
+    with pytest.raises(Malformed) as torn:
+        read_links(bucket, [delta_name(2), delta_name(4)])
+    assert torn.value.step == 4
 
 
 def test_what_is_wrong_with_a_link_is_said_where_it_is_missed(bucket: LocalBucket) -> None:

@@ -26,6 +26,7 @@ from deltactl.core.encoding.base import (
     StoredPart,
     Target,
     block_count,
+    unseen,
 )
 from deltactl.core.errors import Malformed, Unsupported, UsageError
 from deltactl.core.files import Spool
@@ -60,6 +61,31 @@ def test_round_trip(encoding: str, dtype: str, data: st.DataObject) -> None:
         decoder = ENCODINGS[encoding].decoder(Target("f", "w", dtype, old.size), parts)
         assert decoder.count == np.count_nonzero(old != new)
         assert np.array_equal(decoded(decoder, old, block), new)
+
+
+@pytest.mark.usefixtures("loops")
+@pytest.mark.parametrize("encoding", ALL)
+@pytest.mark.parametrize("dtype", BITS)
+@given(data=st.data())
+@FEW
+def test_new_bits_from_the_old_ones_at_the_changes_alone(
+    encoding: str, dtype: str, data: st.DataObject
+) -> None:
+    block = data.draw(st.sampled_from([1, 8, 64]))
+    old, new = data.draw(pairs(dtype, block=block))
+    with small_blocks(block):
+        decoder = ENCODINGS[encoding].decoder(
+            Target("f", "w", dtype, old.size), encoded(encoding, dtype, old, new, block)
+        )
+        for number in range(block_count(old.size)):
+            before, after = (side[number * block : (number + 1) * block] for side in (old, new))
+            base = before if decoder.needs_base else unseen(dtype, before.size)
+            changes = decoder.block(number, base)
+            at = np.flatnonzero(before != after)
+            assert np.array_equal(changes.positions, at)
+            gathered = before[at]
+            assert np.array_equal(changes.new_bits(gathered), after[at])
+            assert np.array_equal(gathered, before[at])
 
 
 @pytest.mark.usefixtures("loops")

@@ -222,6 +222,10 @@ class NewBits:
     positions: Positions
     bits: Bits
 
+    def new_bits(self, before: Bits) -> Bits:
+        """See BlockChanges."""
+        return self.bits
+
     def put(self, elements: Bits, start: int) -> None:
         """See BlockChanges."""
         first, end = span(self.positions, start, elements.size)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from deltactl.core.bits import Bits, Bytes, Positions
+from deltactl.core.bits import Bits, Bytes, Positions, element_bytes
 from deltactl.core.files import Segment, Spool
 
 BLOCK = 1 << 23
@@ -74,6 +74,14 @@ class BlockChanges(Protocol):
         """Within the block, strictly rising, shape (k,)."""
         ...
 
+    def new_bits(self, before: Bits) -> Bits:
+        """The bits at ``positions`` afterwards, shape (k,).
+
+        ``before``: those there in the state before, shape (k,), and of the tensor's width; the only
+        ones that are looked at, so that who holds no base need but gather them.
+        """
+        ...
+
     def put(self, elements: Bits, start: int) -> None:
         """Make the changes among the block's elements from ``start`` on, in place.
 
@@ -99,6 +107,12 @@ class Decoder(Protocol):
         """The changes of one block. ``base``: its elements in the state before, shape (up to
         BLOCK,). Every position is below that length. Raises Malformed."""
         ...
+
+
+def unseen(dtype: str, length: int) -> Bits:
+    """What stands for the ``length`` elements of a block's base where nobody has it and only its
+    length counts (``needs_base`` is False): read-only zeros, which take no memory."""
+    return np.broadcast_to(np.zeros(1, f"<u{element_bytes(dtype)}"), (length,))
 
 
 def span(positions: Positions, start: int, length: int) -> tuple[int, int]:

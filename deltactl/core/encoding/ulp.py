@@ -72,6 +72,13 @@ class SteppedBits:
     steps: SplitSteps
     dtype: str
 
+    def new_bits(self, before: Bits) -> Bits:
+        """See BlockChanges."""
+        after = before.copy()
+        at = np.arange(after.size)
+        take_split_steps(after, 0, at, self.steps, (0, after.size), self.dtype)
+        return after
+
     def put(self, elements: Bits, start: int) -> None:
         """See BlockChanges."""
         within = span(self.positions, start, elements.size)

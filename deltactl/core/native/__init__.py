@@ -17,7 +17,7 @@ import numpy.typing as npt
 LIBRARY = "kernel.shared"
 """The file beside this one that .ci/build_hook.py compiles from kernel.c; not a name to import."""
 
-_VERSION = 2  # of the functions' signatures: as deltactl_kernel_version in kernel.c
+_VERSION = 3  # of the functions' signatures: as deltactl_kernel_version in kernel.c
 _WIDTHS = (1, 2, 4, 8)
 
 Array = npt.NDArray[Any]
@@ -49,6 +49,10 @@ class Kernel:
         scan = (p, _COUNT, _INT, _U32, p, p, _INT)
         self._ranks = _by_width(library, "class_ranks", None, (*scan, p, _COUNT, p, p, p))
         self._select = _by_width(library, "class_select", _COUNT, (*scan, p, p, p, p))
+        self._holds = _function(library, "holds", _INT, (p, _COUNT))
+        self._put = _function(library, "put", _INT, (p, _COUNT))
+        self._take = _function(library, "take", _INT, (p, _COUNT))
+        self._rectangle = _by_width(library, "rectangle", _U64, (p, _COUNT, p, p, p, _U64))
 
     def compare(
         self, old: Array, new: Array, first: int, index: int
@@ -131,6 +135,32 @@ class Kernel:
             *scan.arguments, *_at(ranks, starts, positions, order)
         )
         return positions[:found], order[:found]
+
+    def holds(self, rows: Array) -> bool:
+        """Whether the elements at the positions of every row are its bits.
+
+        Rows, int64 of shape (n, 6): the addresses of elements, positions and bits, how many
+        positions, the bytes of an element, and of a position, 4 or 8.
+        """
+        return bool(self._holds(*_at(rows), len(rows)))
+
+    def put(self, rows: Array) -> None:
+        """Write the bits of every row, as above, to the elements at its positions."""
+        self._put(*_at(rows), len(rows))
+
+    def take(self, rows: Array) -> None:
+        """Read the elements at the positions of every row, as above, into its bits."""
+        self._take(*_at(rows), len(rows))
+
+    def rectangle(self, elements: Array, axes: Array, index: int) -> int:
+        """The touch sum of a rectangle of elements, from the first one given on, whose index in
+        the tensor is ``index``. Axes, int64 of shape (3, up to 16), outermost first: sizes, strides
+        among the elements, and strides among the indices."""
+        shape, strides, steps = axes
+        found: int = self._rectangle[elements.itemsize](
+            *_at(elements), len(shape), *_at(shape, strides, steps), index
+        )
+        return found
 
 
 class ClassScan:

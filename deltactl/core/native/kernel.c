@@ -23,7 +23,7 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
 typedef uint8_t u8;
 
 /* Raised whenever a signature changes: an old build beside new code is not used. */
-int deltactl_kernel_version(void) { return 2; }
+int deltactl_kernel_version(void) { return 3; }
 
 static inline uint64_t mix64(uint64_t index, uint64_t bits) {
     uint64_t z = index * 0x9E3779B97F4A7C15u + bits;
@@ -299,3 +299,105 @@ SELECT(1, u8)
 SELECT(2, u16)
 SELECT(4, u32)
 SELECT(8, u64)
+
+/* Live weights: elements at scattered positions of large arrays. Nearly every access misses the
+ * cache, so that which comes AHEAD later is asked for at once. */
+#define AHEAD 32
+#define SOON(i, n) ((i) + AHEAD < (n) ? (i) + AHEAD : (n) - 1)
+
+#define SCATTERED(W, T, P, I)                                                                      \
+    static int holds_##W##_##P(void *to, const void *at, void *bits, int64_t n) {                  \
+        const T *elements = to, *expected = bits;                                                  \
+        const I *positions = at;                                                                   \
+        for (int64_t first = 0; first < n; first += 1024) {                                        \
+            int64_t stop = n - first < 1024 ? n : first + 1024;                                    \
+            T differ = 0;                                                                          \
+            for (int64_t i = first; i < stop; i++) {                                               \
+                __builtin_prefetch(elements + positions[SOON(i, n)], 0);                           \
+                differ |= (T)(elements[positions[i]] ^ expected[i]);                               \
+            }                                                                                      \
+            if (differ) return 0;                                                                  \
+        }                                                                                          \
+        return 1;                                                                                  \
+    }                                                                                              \
+    static int put_##W##_##P(void *to, const void *at, void *bits, int64_t n) {                    \
+        T *elements = to;                                                                          \
+        const I *positions = at;                                                                   \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            __builtin_prefetch(elements + positions[SOON(i, n)], 1);                               \
+            elements[positions[i]] = ((const T *)bits)[i];                                         \
+        }                                                                                          \
+        return 1;                                                                                  \
+    }                                                                                              \
+    static int take_##W##_##P(void *to, const void *at, void *bits, int64_t n) {                   \
+        const T *elements = to;                                                                    \
+        const I *positions = at;                                                                   \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            __builtin_prefetch(elements + positions[SOON(i, n)], 0);                               \
+            ((T *)bits)[i] = elements[positions[i]];                                               \
+        }                                                                                          \
+        return 1;                                                                                  \
+    }
+SCATTERED(1, u8, 4, int32_t)
+SCATTERED(2, u16, 4, int32_t)
+SCATTERED(4, u32, 4, int32_t)
+SCATTERED(8, u64, 4, int32_t)
+SCATTERED(1, u8, 8, int64_t)
+SCATTERED(2, u16, 8, int64_t)
+SCATTERED(4, u32, 8, int64_t)
+SCATTERED(8, u64, 8, int64_t)
+
+typedef int scattered(void *elements, const void *positions, void *bits, int64_t n);
+
+/* Rows of six: the addresses of elements, positions and bits, how many positions, and the bytes of
+ * an element (1, 2, 4 or 8) and of a position (4 or 8). Stops at the first row that gives 0. */
+static int each_row(const int64_t *rows, int64_t n, scattered *const by_width[2][4]) {
+    for (const int64_t *row = rows; row < rows + 6 * n; row += 6) {
+        int width = row[4] == 1 ? 0 : row[4] == 2 ? 1 : row[4] == 4 ? 2 : 3;
+        scattered *one = by_width[row[5] == 8][width];
+        if (!one((void *)(uintptr_t)row[0], (void *)(uintptr_t)row[1], (void *)(uintptr_t)row[2],
+                 row[3]))
+            return 0;
+    }
+    return 1;
+}
+
+#define ROWS(NAME)                                                                                 \
+    int deltactl_##NAME(const int64_t *rows, int64_t n) {                                          \
+        static scattered *const by_width[2][4] = {                                                 \
+            {NAME##_1_4, NAME##_2_4, NAME##_4_4, NAME##_8_4},                                      \
+            {NAME##_1_8, NAME##_2_8, NAME##_4_8, NAME##_8_8},                                      \
+        };                                                                                         \
+        return each_row(rows, n, by_width);                                                        \
+    }
+/* Whether the elements at the positions are the bits; elements to be the bits; the bits of them. */
+ROWS(holds)
+ROWS(put)
+ROWS(take)
+
+/* The touch sum of a rectangle of elements: `rank` axes, at most 16, of which the last has elements
+ * `strides` apart whose indices in the tensor are `steps` apart. The first one's index is `index`. */
+#define RECTANGLE(W, T)                                                                            \
+    uint64_t deltactl_rectangle_##W(const T *elements, int64_t rank, const int64_t *shape,         \
+                                    const int64_t *strides, const int64_t *steps,                  \
+                                    uint64_t index) {                                              \
+        int64_t at[16] = {0}, last = rank - 1, stride = strides[last];                             \
+        uint64_t sum = 0;                                                                          \
+        for (;;) {                                                                                 \
+            const T *element = elements;                                                           \
+            uint64_t here = index;                                                                 \
+            for (int64_t k = 0; k < last; k++) {                                                   \
+                element += at[k] * strides[k];                                                     \
+                here += (uint64_t)(at[k] * steps[k]);                                              \
+            }                                                                                      \
+            for (int64_t i = 0; i < shape[last]; i++)                                              \
+                sum += mix64(here + (uint64_t)(i * steps[last]), element[i * stride]);             \
+            int64_t k = last - 1;                                                                  \
+            while (k >= 0 && ++at[k] == shape[k]) at[k--] = 0;                                     \
+            if (k < 0) return sum;                                                                 \
+        }                                                                                          \
+    }
+RECTANGLE(1, u8)
+RECTANGLE(2, u16)
+RECTANGLE(4, u32)
+RECTANGLE(8, u64)
