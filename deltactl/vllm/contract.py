@@ -6,45 +6,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from deltactl.vllm.peers import Sums
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.int64]
+"""To be added over ranks element by element, modulo 2^64."""
 
 
 @dataclass(frozen=True)
 class Identity:
     """What a model directory holds: ``state`` is its digest, ``sums`` the touch sum over all
-    elements of each tensor."""
+    elements of each tensor, by name."""
 
     state: str
     sums: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one tensor of one link has to add up to over all ranks; None is not known.
-
-    ``old`` and ``new`` are touch sums over the elements that the link changes, ``count`` their
-    number. ``what`` says link and tensor.
-    """
-
-    step: int | None
-    name: str
-    old: int | None
-    new: int | None
-    count: int | None
-
-
 class Staged(Protocol):
-    """All of an update that the pause needs, in memory; see deltactl.vllm.staging."""
+    """All of an update that the pause needs, on one rank; see deltactl.vllm.staging."""
 
-    rows: list[Row]  # the same on every rank
-    sums: Sums  # what of them is this rank's: uint64 [len(rows), 3] of old, new and count
     elements: int  # to be written, on this rank
     nbytes: int  # memory that it takes, on this rank
     fetched_bytes: int
-    seconds: dict[str, float]  # "fetch", "stage"
-    reloaded: tuple[str, ...]  # tensors that no region can express, loaded layer by layer
+    seconds: Mapping[str, float]  # "fetch", "stage"
+    reloaded: tuple[str, ...]  # tensors that are not in the map, and go through the loader
     ignored: tuple[str, ...]  # tensors of which the model keeps nothing
-    full_sums: Mapping[str, int] | None  # of the result, where the update is a full one
+    values: Values  # of one shape on all ranks
+
+    def judge(self, total: Values) -> str:
+        """ "ready", or "already" where the result is live; ``total``: values of all ranks.
+
+        The same on every rank. Raises Conflict, Malformed.
+        """
+        ...
+
+    def sums_after(self, before: Mapping[str, int], total: Values) -> dict[str, int]:
+        """Touch sums over all elements of each tensor once this is written; ``before``: now."""
+        ...
 
     def check(self) -> bool:
         """Whether the live bits are the old ones."""
@@ -64,31 +62,37 @@ class Staged(Protocol):
 
 
 class Work(Protocol):
-    """What can be done to the model of this rank. Errors are raised as DeltactlError."""
+    """What can be done to the model of this rank. Errors are raised as DeltactlError.
+
+    ``record`` and what follows ``agree`` and ``prove`` run on the worker's main thread, which owns
+    the model; ``identify``, ``sums`` and ``stage`` in a thread, and only read.
+    """
+
+    def record(self) -> Any:
+        """Record where checkpoint tensors lie; what of it the other ranks have to know."""
+        ...
+
+    def agree(self, records: list[Any], rank: int) -> None:
+        """Settle who owns what, from the records of all ranks."""
+        ...
 
     def identify(self) -> Identity:
         """Hash the directory that the model was loaded from, and see that it is still that one."""
         ...
 
-    def record(self) -> dict[str, Any]:
-        """Record the weight map; what of it the other ranks have to know."""
+    def sums(self, names: list[str]) -> Values:
+        """Touch sum over this rank's part of each of these tensors, (len(names),); 0 for those of
+        which it has none."""
         ...
 
-    def agree(self, records: list[dict[str, Any]]) -> dict[str, Any]:
-        """Settle who owns what, from the records of all ranks; ``map`` of the state."""
+    def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+        """Take out of the map what does not hold what it should. ``found``: sums over all ranks."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """``map`` of the state: ``tensors`` (how many), ``unmapped`` and ``ignored``."""
         ...
 
     def stage(self, request: Mapping[str, Any]) -> Staged:
-        """Fetch, prove, decode and lay out; writes nothing to the model."""
-        ...
-
-    def audit(self, names: list[str]) -> Sums:
-        """Touch sum over this rank's part of each of these tensors, uint64 [len(names)].
-
-        ``names`` are those of the identity; a tensor that cannot be audited gives 0.
-        """
-        ...
-
-    def unaudited(self) -> list[str]:
-        """Tensors that ``audit`` cannot sum: unmapped or ignored ones."""
+        """Fetch, prove, decode and lay out."""
         ...

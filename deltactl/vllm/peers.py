@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Sums = npt.NDArray[np.uint64]
+from deltactl.vllm.contract import Values
 
 
 class Peers(Protocol):
@@ -32,9 +31,17 @@ class Peers(Protocol):
         """The smallest of what the ranks gave; the quick way to agree within a pause."""
         ...
 
-    def total(self, mine: Sums) -> Sums:
+    def total(self, mine: Values) -> Values:
         """Element by element the sum over ranks, modulo 2^64; ``mine`` has one shape on all."""
         ...
+
+
+def added(values: list[Values]) -> Values:
+    """The sum modulo 2^64: of arrays, where overflow wraps in silence."""
+    total = np.zeros_like(values[0])
+    for one in values:
+        total += one
+    return total
 
 
 class Alone:
@@ -51,7 +58,7 @@ class Alone:
         """See Peers."""
         return mine
 
-    def total(self, mine: Sums) -> Sums:
+    def total(self, mine: Values) -> Values:
         """See Peers."""
         return mine
 
@@ -79,10 +86,7 @@ class Group:
         dist.all_reduce(value, dist.ReduceOp.MIN, group=self._group)
         return int(value.item())
 
-    def total(self, mine: Sums) -> Sums:
+    def total(self, mine: Values) -> Values:
         """See Peers."""
         # Gathered and added here: what a collective does on overflow is nobody's promise.
-        total = np.zeros_like(mine)
-        for theirs in self.gather(mine):
-            total += theirs
-        return total
+        return added(self.gather(mine))

@@ -12,138 +12,43 @@
 Every phase stays visible in ``state()`` until ``done`` or ``discard``, so that whoever comes later
 finds out what an earlier client left behind. At most one update exists at a time.
 
-Methods return at once or after a few collectives; what takes long runs in a thread. None raises:
+Methods return at once or after a few collectives; what takes long runs in a thread. Methods return at once or after a few collectives; what takes long runs in a thread. None raises:
 an exception from one rank would leave the replies of the others in vLLM's queue, where each later
-call would get the one before (facts of vLLM 0.32). What went wrong is in the state. ``record_map``,
-``seal``, ``commit`` and ``seal_audit`` are collective: every rank enters every collective whatever
-happened to it, and all come to the same verdict.
+call would get the one before (facts of vLLM 0.32). What went wrong is in the state. ``identify``,
+``record_map``, ``seal``, ``commit`` and ``seal_audit`` are collective: every rank enters every
+collective whatever happened to it, and all come to the same verdict.
 
 Nothing here knows vLLM: ``Work`` is what can be done to the model, ``Peers`` are the other ranks.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import deltactl
 from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
 from deltactl.vllm.contract import Staged, Work
-from deltactl.vllm.peers import Peers, Sums
-from deltactl.vllm.update import (
-    STEADY,
-    Update,
-    advance,
-    checked_request,
-    compare,
-    facts,
-    gist,
-    phases,
-    shape,
-    wrapped,
-)
-
-PROTOCOL = 1
-"""Rises when the methods or the keys of ``state()`` change so that a client has to know."""
+from deltactl.vllm.peers import Peers
+from deltactl.vllm.served import Served, in_thread
+from deltactl.vllm.update import STEADY, Update, checked_request, gist, phases, wrapped
 
 REPAIR = "deltactl apply BUCKET@STEP --server URL --repair"
 """What mends a server whose weights are in doubt."""
 
 
-class Serving:
-    """One rank of a server: what it serves, and the update under way.
-
-    ``refusal`` is why this server takes no updates at all, if it does not.
-    """
+class Serving(Served):
+    """One rank of a server: what it serves, and the update under way."""
 
     def __init__(self, work: Work, peers: Peers, refusal: DeltactlError | None = None) -> None:
-        self._work, self._peers, self._refusal = work, peers, refusal
-        self._standing = refusal  # an error that stands until its cause is gone
-        self._lock = threading.Lock()  # a thread's result against the main thread's changes
-        self._identity = "unknown"
-        self._step: int | None = None
-        self._state: str | None = None
-        self._bucket: str | None = None
-        self._sums: dict[str, int] = {}
-        self._map: dict[str, Any] | None = None
+        super().__init__(work, peers, refusal)
         self._update: Update | None = None
-        self._audit: dict[str, Any] | None = None
-        self._audited: tuple[list[str], Sums] | None = None
-        self._commits = 0
-        self._poison: DeltactlError | None = None
-        self._error: DeltactlError | None = refusal
 
     def state(self) -> dict[str, Any]:
         """What this rank knows, as JSON; the part of ``deltactl_state()`` that needs no vLLM."""
         with self._lock:
-            return {
-                "deltactl": deltactl.__version__,
-                "protocol": PROTOCOL,
-                "rank": self._peers.rank,
-                "world_size": self._peers.size,
-                "identity": self._identity,
-                "step": self._step,
-                "state": self._state,
-                "bucket": self._bucket,
-                "poisoned": facts(self._poison),
-                "error": facts(self._error),
-                "update": None if self._update is None else self._update.as_json(),
-                "map": self._map,
-                "audit": self._audit,
-            }
-
-    # What the model is
-
-    def identify(self, steps: Mapping[str, int] | None) -> None:
-        """Find out in a thread which state is served. ``steps``: step of each state of the chain.
-
-        Where the state is known already, only the step is looked up anew.
-        """
-        known = steps or {}
-
-        def look() -> None:
-            try:
-                found = self._work.identify()
-            except Exception as error:
-                with self._lock:
-                    self._identity = "failed"
-                    self._standing = wrapped(error, "the model directory cannot be identified")
-                    self._error = self._standing
-                return
-            with self._lock:
-                self._identity, self._state = "known", found.state
-                self._sums, self._step = dict(found.sums), known.get(found.state)
-
-        with self._told():
-            if self._identity == "running":
-                return
-            if self._identity == "known":
-                assert self._state is not None
-                self._step = known.get(self._state, self._step)
-                return
-            self._identity, self._standing = "running", self._refusal
-            self._error = self._standing
-            _in_thread(look, "deltactl-identify")
-
-    def record_map(self) -> None:
-        """Collective: record the weight map and settle with the other ranks who owns what."""
-        mine: dict[str, Any] | None = None
-        error: DeltactlError | None = None
-        try:
-            mine = self._work.record()
-        except Exception as raised:
-            error = wrapped(raised, "the weight map could not be recorded")
-        everyone = self._peers.gather((mine, error and gist(error)))
-        with self._told():
-            for rank, (_, why) in enumerate(everyone):
-                if why is not None:
-                    raise error or DeltactlError(f"rank {rank}: {why}")
-            self._map = self._work.agree([record for record, _ in everyone])
-
-    # One update
+            told = None if self._update is None else self._update.as_json()
+        return {**super().state(), "update": told}
 
     def stage(self, request: Mapping[str, Any]) -> None:
         """Begin an update in a thread, or say in ``error`` why not.
@@ -159,7 +64,7 @@ class Serving:
                 update.phase = "already"
                 self._step, self._bucket = update.request["to_step"], update.request["bucket"]
                 return
-            _in_thread(lambda: self._stage(update), "deltactl-stage")
+            in_thread(lambda: self._stage(update), "deltactl-stage")
 
     def _admit(self, update: Update) -> None:
         """Raise unless this update may begin now."""
@@ -171,15 +76,13 @@ class Serving:
         if before is not None and before.phase in STEADY:
             raise Conflict("another update is under way", found=f"{before.id}: {before.phase}")
         if self._map is None:
-            raise UsageError("the weight map has not been recorded", hint="deltactl_map")
+            what = "the weight map has not been recorded and proven"
+            raise UsageError(what, found=f"identity {self._identity}", hint="deltactl_map")
         if update.full:
             return
         if self._poison is not None:
             what = "the weights are in an unknown state; only a full update can be loaded"
             raise Conflict(what, hint=REPAIR)
-        if self._identity != "known":
-            what = "the state that is served is not known; only a full update can be loaded"
-            raise Conflict(what, found=self._identity, hint=REPAIR)
         if self._state not in (request["from_state"], request["to_state"]):
             what = "the update stands on another state than the one served"
             raise Conflict(what, step=self._step, expected=request["from_state"], found=self._state)
@@ -194,7 +97,7 @@ class Serving:
                     update.end("failed", wrapped(raised, "the update could not be staged"))
             return
         with self._lock:
-            if update is self._update:
+            if update is self._update and update.phase == "staging":
                 update.keep(staged)
                 update.phase = "staged"
 
@@ -203,7 +106,8 @@ class Serving:
         mine = self._update if self._update is not None and self._update.id == id_ else None
         phase = None if mine is None else mine.phase  # as it is now: the thread may change it
         error = None if mine is None else mine.error
-        everyone = self._peers.gather((phase, error and gist(error), mine and shape(mine)))
+        shape = None if mine is None or mine.staged is None else mine.staged.values.shape
+        everyone = self._peers.gather((phase, error and gist(error), shape))
         with self._told():
             if mine is None:
                 raise NotFound("no such update is staged on this rank", found=id_)
@@ -226,12 +130,15 @@ class Serving:
         if len({shape for _, _, shape in everyone}) > 1:
             mine.end("refused", DeltactlError("the ranks staged different tensors"))
             return
-        total = self._peers.total(mine.staged.sums)
-        error = compare(mine.staged.rows, total)
-        if error is None:
-            mine.phase = "ready"
-        else:
-            mine.end("refused", error)
+        total = self._peers.total(mine.staged.values)
+        try:
+            mine.phase = mine.staged.judge(total)
+        except Exception as raised:  # on every rank alike
+            mine.end("refused", wrapped(raised, "the sums could not be compared"))
+            return
+        mine.total = total
+        if mine.phase == "already":
+            self._take_over(mine, "already")
 
     def commit(self, id_: str) -> None:
         """Collective, in the pause: write on all ranks, or on none."""
@@ -269,7 +176,8 @@ class Serving:
         except Exception as raised:
             error = wrapped(raised, "the weights could not be written")
         if self._peers.least(0 if error else 1):
-            self._take_over(update)
+            with self._lock:
+                self._take_over(update, "committed")
             return
         error = error or DeltactlError("another rank could not write its part")
         restored = self._peers.least(self._restored(staged))
@@ -289,19 +197,15 @@ class Serving:
         except Exception:
             return 0
 
-    def _take_over(self, update: Update) -> None:
-        """What is live now is the target."""
-        staged, request = _staged(update), update.request
-        with self._lock:
-            if staged.full_sums is not None:
-                self._sums = dict(staged.full_sums)
-            else:
-                advance(self._sums, staged.rows)
-            self._state, self._step = request["to_state"], request["to_step"]
-            self._bucket, self._identity = request["bucket"], "known"
-            self._poison, self._standing, self._error = None, self._refusal, self._refusal
-            self._commits += 1
-            update.end("committed")
+    def _take_over(self, update: Update, phase: str) -> None:
+        """What is live now is the target. With the lock held."""
+        request, total = update.request, update.total
+        assert total is not None
+        self._sums = _staged(update).sums_after(self._sums, total)
+        self._state, self._step = request["to_state"], request["to_step"]
+        self._bucket, self._poison, self._error = request["bucket"], None, self._standing
+        self._commits += 1
+        update.end(phase)
 
     def discard(self, id_: str) -> None:
         """Forget an update that was not committed; its memory is freed."""
@@ -321,70 +225,6 @@ class Serving:
                 raise Conflict("the update is under way", found=f"{id_}: {self._update.phase}")
             self._update = None
 
-    # Audit
-
-    def audit(self) -> None:
-        """Sum in a thread all of this rank's part of the live weights."""
-        names, commits = sorted(self._sums), self._commits
-
-        def add() -> None:
-            try:
-                sums = self._work.audit(names)
-                if commits != self._commits:
-                    raise Conflict("an update came between")
-            except Exception as raised:
-                with self._lock:
-                    self._error = wrapped(raised, "the live weights could not be read")
-                    self._audit = _audit_row("failed")
-                return
-            with self._lock:
-                self._audited = (names, sums)
-
-        with self._told():
-            if self._identity != "known" or self._map is None:
-                raise UsageError("nothing to audit against", found=self._identity)
-            if self._audit is not None and self._audit["phase"] == "running":
-                return
-            self._audit, self._audited = _audit_row("running"), None
-            _in_thread(add, "deltactl-audit")
-
-    def seal_audit(self) -> None:
-        """Collective: add the ranks' sums and compare with what the chain says must be live."""
-        audited, commits = self._audited, self._commits
-        phase = None if self._audit is None else self._audit["phase"]
-        everyone = self._peers.gather((phase, audited is not None, commits))
-        if any(theirs != "running" or not ready for theirs, ready, _ in everyone):
-            with self._told():
-                if any(theirs == "failed" for theirs, _, _ in everyone):
-                    self._audit = _audit_row("failed")
-            return
-        assert audited is not None
-        names, sums = audited
-        total = self._peers.total(sums)
-        with self._told():
-            skipped = set(self._work.unaudited())
-            pairs = [(name, int(found)) for name, found in zip(names, total, strict=True)]
-            checked = [pair for pair in pairs if pair[0] not in skipped]
-            differing = [name for name, found in checked if found != self._sums[name]]
-            self._audit = {
-                "phase": "done",
-                "checked": len(checked),
-                "differing": differing,
-                "unaudited": sorted(skipped & set(names)),
-            }
-
-    # Helpers
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """With the lock held, turn what is raised within into ``error`` of the state."""
-        with self._lock:
-            self._error = self._standing
-            try:
-                yield
-            except Exception as error:
-                self._error = wrapped(error, "the request failed")
-
     def _timed(self, update: Update, name: str, act: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         try:
@@ -393,14 +233,6 @@ class Serving:
             update.told.setdefault("seconds", {})[name] = time.perf_counter() - start
 
 
-def _in_thread(act: Callable[[], None], name: str) -> None:
-    threading.Thread(target=act, name=name, daemon=True).start()
-
-
 def _staged(update: Update) -> Staged:
     assert update.staged is not None
     return update.staged
-
-
-def _audit_row(phase: str) -> dict[str, Any]:
-    return {"phase": phase, "checked": 0, "differing": [], "unaudited": []}

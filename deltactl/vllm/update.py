@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deltactl.core.errors import Conflict, DeltactlError, UsageError
-from deltactl.vllm.contract import Row, Staged
-from deltactl.vllm.peers import Sums
+from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.vllm.contract import Staged, Values
 
 STEADY = ("staging", "staged", "ready")
 """Phases of an update that is under way: another has to wait, or to discard it."""
@@ -26,6 +25,7 @@ class Update:
     staged: Staged | None = None
     error: DeltactlError | None = None
     told: dict[str, Any] = field(default_factory=dict)
+    total: Values | None = None  # the staged values of all ranks
 
     @property
     def id(self) -> str:
@@ -95,53 +95,9 @@ def checked_request(request: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def compare(rows: list[Row], total: Sums) -> DeltactlError | None:
-    """The first row whose sums over all ranks are not what the header says; None if all are.
-
-    ``total``: uint64 [len(rows), 3], of old, new and count.
-    """
-    for row, (old, new, count) in zip(rows, total.tolist(), strict=True):
-        if row.count is not None and row.count != count:
-            what = "the ranks together do not hold what the link changes"
-            return DeltactlError(
-                what, step=row.step, tensor=row.name, expected=row.count, found=count
-            )
-        if row.old is not None and row.old != old:
-            what = "the live weights are not those that the link stands on"
-            return _sums_differ(what, row, row.old, old)
-        if row.new is not None and row.new != new:
-            what = "the link does not lead to the weights that it names"
-            return _sums_differ(what, row, row.new, new)
-    return None
-
-
-def _sums_differ(what: str, row: Row, expected: int, found: int) -> DeltactlError:
-    return Conflict(
-        what,
-        step=row.step,
-        tensor=row.name,
-        expected=f"touch sum {expected:016x}",
-        found=f"touch sum {found:016x}",
-    )
-
-
-def advance(sums: dict[str, int], rows: list[Row]) -> None:
-    """Bring the sums over all of each tensor from before the rows' links to after them."""
-    for row in rows:
-        if row.name in sums and row.old is not None and row.new is not None:
-            sums[row.name] = (sums[row.name] - row.old + row.new) % (1 << 64)
-
-
 def gist(error: DeltactlError) -> str:
     """An error as one line, for the other ranks."""
     return f"{type(error).__name__}: {error}"
-
-
-def shape(update: Update) -> str | None:
-    """What has to be the same on all ranks before sums may be added row by row."""
-    if update.staged is None:
-        return None
-    return repr([(row.step, row.name) for row in update.staged.rows])
 
 
 def phases(everyone: list[Any]) -> str:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-import numpy as np
-
-from deltactl.vllm.peers import Sums
+from deltactl.vllm.contract import Values
+from deltactl.vllm.peers import added
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -35,11 +34,8 @@ class ThreadPeers:
     def least(self, mine: int) -> int:
         return int(min(self.gather(mine)))
 
-    def total(self, mine: Sums) -> Sums:
-        total = np.zeros_like(mine)
-        for theirs in self.gather(mine):
-            total += theirs
-        return total
+    def total(self, mine: Values) -> Values:
+        return added(self.gather(mine))
 
 
 def thread_peers(size: int) -> list[ThreadPeers]:

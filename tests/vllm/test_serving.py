@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from deltactl.core.bits import touch_sum
-from deltactl.core.errors import DeltactlError, Transient
-from deltactl.vllm.contract import Identity, Row
-from deltactl.vllm.peers import Alone, Sums
+from deltactl.core.errors import Conflict, DeltactlError, Transient
+from deltactl.vllm.contract import Identity, Values
+from deltactl.vllm.peers import Alone
 from deltactl.vllm.serving import Serving
 from tests.support.ranks import thread_peers, together
 
@@ -47,6 +47,7 @@ class Toy:
     breaks: set[str] = field(default_factory=set)
     hold: threading.Event | None = None  # staging waits for it
     calls: list[str] = field(default_factory=list)
+    unmapped: dict[str, str] = field(default_factory=dict)
 
     @property
     def part(self) -> slice:
@@ -66,9 +67,16 @@ class Toy:
         self.reach("record")
         return {"rank": self.rank}
 
-    def agree(self, records: list[dict[str, Any]]) -> dict[str, Any]:
+    def agree(self, records: list[dict[str, Any]], rank: int) -> None:
         self.reach("agree")
-        return {"tensors": len(records), "unmapped": {}, "ignored": []}
+        assert records == [{"rank": n} for n in range(self.size)]
+
+    def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+        self.reach("prove")
+        self.unmapped = {name: "differs" for name in found if found[name] != expected[name]}
+
+    def describe(self) -> dict[str, Any]:
+        return {"tensors": 1 - len(self.unmapped), "unmapped": self.unmapped, "ignored": []}
 
     def stage(self, request: Mapping[str, Any]) -> ToyStaged:
         if self.hold is not None:
@@ -77,15 +85,12 @@ class Toy:
         before, after = (int(request[f"{end}_state"], 16) for end in ("from", "to"))
         return ToyStaged(self, states(before), states(after), bool(request["full"]))
 
-    def audit(self, names: list[str]) -> Sums:
+    def sums(self, names: list[str]) -> Values:
         if self.hold is not None:
             assert self.hold.wait(30)
-        self.reach("audit")
+        self.reach("sums")
         assert names == [NAME]
-        return np.array([whole_sum(self.live, self.part.start)], np.uint64)
-
-    def unaudited(self) -> list[str]:
-        return []
+        return np.array([whole_sum(self.live, self.part.start)], np.uint64).view(np.int64)
 
 
 class ToyStaged:
@@ -93,19 +98,28 @@ class ToyStaged:
 
     def __init__(self, toy: Toy, old: Any, new: Any, full: bool) -> None:
         self._toy, self.seconds = toy, {"fetch": 1.0, "stage": 2.0}
-        self.full_sums = {NAME: whole_sum(new)} if full else None
-        expected = (None, whole_sum(new)) if full else (whole_sum(old), whole_sum(new))
-        self.rows = [Row(2, NAME, *expected, SIZE)]
-        if "rows" in toy.breaks:
-            self.rows = [Row(2, "other", *expected, SIZE)]
+        self._expected = whole_sum(old), whole_sum(new)
+        self._full = full
         part = toy.part
         self._old, self._new = toy.live.copy(), new[part]
-        live, first = toy.live, part.start
-        row = [whole_sum(live, first), whole_sum(self._new, first), live.size]
-        self.sums = np.array([row], np.uint64)
+        row = [whole_sum(toy.live, part.start), whole_sum(self._new, part.start)]
+        if "rows" in toy.breaks:
+            row *= 2
+        self.values = np.array([row], np.uint64).view(np.int64)
         if "sums" in toy.breaks:
-            self.sums += np.uint64(1)
-        self.elements = live.size
+            self.values += 1
+        self.elements = toy.live.size
+
+    def judge(self, total: Values) -> str:
+        old, new = (int(value) for value in total.view(np.uint64)[0])
+        if new != self._expected[1] or (old != self._expected[0] and not self._full):
+            raise Conflict("the sums do not add up")
+        return "already" if old == new else "ready"
+
+    def sums_after(self, before: Mapping[str, int], total: Values) -> dict[str, int]:
+        old, new = (int(value) for value in total.view(np.uint64)[0])
+        assert self._full or before[NAME] == old
+        return {NAME: new}
 
     def check(self) -> bool:
         self._toy.calls.append("check")
@@ -277,11 +291,23 @@ def test_one_rank_that_cannot_record_its_map(rank: int) -> None:
     server.toys[rank].breaks.add("record")
     server.ready()
     for state in server.states():
-        assert state["map"] is None
+        assert (state["identity"], state["map"]) == ("failed", None)
         assert "record was made to fail" in str(state["error"])
     server.toys[rank].breaks.clear()
     server.ready()
-    assert [state["map"]["tensors"] for state in server.states()] == [2, 2]
+    assert [state["map"]["tensors"] for state in server.states()] == [1, 1]
+
+
+def test_what_does_not_hold_what_the_directory_says_is_taken_out_of_the_map() -> None:
+    server = Ranks(3)
+    server.toys[1].live[0] ^= 1
+    server.ready()
+    for state in server.states():
+        assert (state["identity"], state["step"]) == ("known", 1)
+        assert state["map"] == {"tensors": 0, "unmapped": {NAME: "differs"}, "ignored": []}
+    assert audited(server) == {
+        "phase": "done", "checked": 0, "differing": [], "unaudited": [NAME]
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -469,30 +495,34 @@ def test_no_request_at_all(pair: Ranks) -> None:
         assert found[0]["error"]["kind"] == "UsageError"
 
 
-def test_nothing_but_a_full_update_before_the_state_is_known() -> None:
+def test_nothing_is_staged_before_the_map_is_proven() -> None:
     server = Ranks(2)
+    assert "not been recorded" in server.stage()[0]["error"]["what"]
     server.each(lambda rank: rank.record_map())
-    assert "not known" in server.stage()[0]["error"]["what"]
+    assert server.states()[0]["error"]["found"] == "rank 0: unknown, rank 1: unknown"
     server.toys[1].breaks.add("identify")
-    server.each(lambda rank: rank.identify({}))
-    found = server.until(lambda state: state["identity"] != "running")
+    server.ready()
+    found = server.states()
     assert [state["identity"] for state in found] == ["known", "failed"]
-    assert "identify was made to fail" in found[1]["error"]["what"]
-    server.each(lambda rank: rank.record_map())
-    assert "identify was made to fail" in server.states()[1]["error"]["what"]  # it stands
-    server.stage("mend", full=True)
-    server.seal("mend")
-    assert server.commit("mend") == ["committed", "committed"]
-    assert [state["identity"] for state in server.states()] == ["known", "known"]
-    assert [state["error"] for state in server.states()] == [None, None]
-    assert audited(server)["differing"] == []
+    assert [state["map"] for state in found] == [None, None]
+    server.each(lambda rank: rank.audit())
+    assert [state["audit"] for state in server.states()] == [None, None]
+    assert server.stage("x", full=True)[0]["update"] is None
+    server.toys[1].breaks.clear()
+    server.ready()
+    assert phases(server.stage()) == ["staged", "staged"]
 
 
-def test_a_map_comes_first() -> None:
+def test_why_the_identification_failed_is_told_until_it_succeeds() -> None:
     server = Ranks(1)
-    server.each(lambda rank: rank.identify({}))
-    server.until(lambda state: state["identity"] == "known")
-    assert "map" in server.stage()[0]["error"]["what"]
+    server.toys[0].breaks.add("identify")
+    server.ready()
+    server.each(lambda rank: rank.audit())
+    server.each(lambda rank: rank.seal_audit())
+    assert "identify was made to fail" in server.states()[0]["error"]["what"]
+    server.toys[0].breaks.clear()
+    server.ready()
+    assert server.states()[0]["error"] is None
 
 
 def test_the_step_of_a_known_state_may_be_learned_later() -> None:
@@ -506,7 +536,7 @@ def test_the_step_of_a_known_state_may_be_learned_later() -> None:
 def test_a_server_that_takes_no_updates() -> None:
     why = DeltactlError("data parallelism")
     serving = Serving(Toy(0, 1, states(1)), Alone(), why)
-    serving.record_map()
+    serving.identify({})
     serving.stage(make_request())
     assert serving.state()["error"]["what"] == "data parallelism"
     assert serving.state()["update"] is None
