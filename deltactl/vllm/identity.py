@@ -90,6 +90,23 @@ def file_times(checkpoint: Checkpoint) -> Times:
     return found
 
 
+def unwritten_since(checkpoint: Checkpoint, times: Times) -> bool:
+    """Whether no file of an open checkpoint has been written to since these were its times.
+
+    A file whose name another has taken is as it was: what is mapped is out of everybody's reach.
+    """
+    for shard, row in zip(checkpoint.shards, times, strict=True):
+        path = checkpoint.path / shard.file if checkpoint.is_directory else checkpoint.path
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue
+        same = [status.st_dev, status.st_ino] == row[1:3]
+        if same and [status.st_size, status.st_mtime_ns] != row[3:5]:
+            return False
+    return True
+
+
 def _settled(times: Times, begun: int) -> bool:
     """Whether every file was so old when the hashing began that a write since shows."""
     return all(isinstance(t, int) and t < begun - _YOUNG for row in times for t in row[-2:])
