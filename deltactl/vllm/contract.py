@@ -25,13 +25,40 @@ class Identity:
 class Staged(Protocol):
     """All of an update that the pause needs, on one rank; see deltactl.vllm.staging."""
 
-    elements: int  # to be written, on this rank
-    nbytes: int  # memory that it takes, on this rank
-    fetched_bytes: int
-    seconds: Mapping[str, float]  # "fetch", "stage"
-    reloaded: tuple[str, ...]  # tensors that are not in the map, and go through the loader
-    ignored: tuple[str, ...]  # tensors of which the model keeps nothing
-    values: Values  # of one shape on all ranks
+    @property
+    def elements(self) -> int:
+        """How many it writes on this rank."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes on this rank."""
+        ...
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that this rank fetched for it, for all of its host."""
+        ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Of "fetch" and "stage"."""
+        ...
+
+    @property
+    def reloaded(self) -> tuple[str, ...]:
+        """Tensors that are not in the map, and go through the model's loader."""
+        ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Tensors that it changes and of which the model keeps nothing."""
+        ...
+
+    @property
+    def values(self) -> Values:
+        """What of the sums is this rank's; of one shape on all ranks."""
+        ...
 
     def judge(self, total: Values) -> str:
         """ "ready", or "already" where the result is live; ``total``: values of all ranks.

@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deltactl.core.errors import DeltactlError, Unsupported
+from deltactl.core.errors import DeltactlError, NotFound, Unsupported
+from deltactl.vllm import IMPORTED
 from deltactl.vllm.peers import Alone, Group, Peers
 from deltactl.vllm.serving import Serving
 from deltactl.vllm.work import ModelWork
@@ -54,8 +55,9 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        work = ModelWork(model, Path(self.model_config.model), self.model_config)
-        self.serving = Serving(work, _peers(), _refusal(vllm_config))
+        peers = _peers()
+        work = ModelWork(model, lambda: _directory(vllm_config), peers.size, IMPORTED)
+        self.serving = Serving(work, peers, _refusal(vllm_config))
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Nothing to do."""
@@ -76,6 +78,26 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Nothing to do; threads are daemons and write nothing to the model."""
+
+
+def _directory(vllm_config: Any) -> Path:
+    """Where the model was loaded from: as it was given, or the Hub's cache. Raises NotFound."""
+    model = vllm_config.model_config
+    given = Path(model.model)
+    if given.is_dir():
+        return given
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        cache = vllm_config.load_config.download_dir
+        found = snapshot_download(
+            model.model, revision=model.revision, cache_dir=cache, local_files_only=True
+        )
+    except (LocalEntryNotFoundError, ValueError) as error:
+        what = "the model was loaded from no directory that can be found again"
+        raise NotFound(what, file=model.model, found=str(error)) from error
+    return Path(found)
 
 
 def _peers() -> Peers:

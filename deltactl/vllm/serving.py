@@ -12,9 +12,9 @@
 Every phase stays visible in ``state()`` until ``done`` or ``discard``, so that whoever comes later
 finds out what an earlier client left behind. At most one update exists at a time.
 
-Methods return at once or after a few collectives; what takes long runs in a thread. Methods return at once or after a few collectives; what takes long runs in a thread. None raises:
+Methods return at once or after a few collectives; what takes long runs in a thread. None raises:
 an exception from one rank would leave the replies of the others in vLLM's queue, where each later
-call would get the one before (facts of vLLM 0.32). What went wrong is in the state. ``identify``,
+call would get the one before (so vLLM 0.32). What went wrong is in the state. ``identify``,
 ``record_map``, ``seal``, ``commit`` and ``seal_audit`` are collective: every rank enters every
 collective whatever happened to it, and all come to the same verdict.
 

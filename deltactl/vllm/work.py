@@ -3,97 +3,92 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.errors import Conflict
-from deltactl.vllm.contract import Identity, Staged, Values
+from deltactl.bucket import open_bucket
+from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.errors import Conflict, Unsupported
+from deltactl.core.store import Bucket
+from deltactl.vllm import host, live, staging
+from deltactl.vllm.contract import Identity, Values
+from deltactl.vllm.identity import file_times
+from deltactl.vllm.ownership import owners
+from deltactl.vllm.weight_map import TensorSpec, WeightMap, record
 
 if TYPE_CHECKING:
     import torch
 
-    from deltactl.vllm.weight_map import WeightMap
-
 
 class ModelWork:
-    """The ``Work`` of one rank of ``ranks`` on ``model``, which was loaded from ``directory``.
+    """The ``Work`` of one rank of ``ranks`` on ``model``, which was loaded from a directory.
 
-    ``since``: nanoseconds since the epoch, before the loading began. Files that changed later may
-    not be those that were loaded, and are not taken for them.
+    ``find``: gives that directory, or raises. ``since``: nanoseconds since the epoch, before the
+    loading began; files that changed later may not be those that were loaded.
     """
 
-    def __init__(self, model: torch.nn.Module, directory: Path, ranks: int, since: int) -> None:
-        self._model, self._directory, self._ranks, self._since = model, directory, ranks, since
-        self._map: WeightMap | None = None
-        self._ignored: tuple[str, ...] = ()
-        self._unmapped: dict[str, str] = {}
+    def __init__(
+        self, model: torch.nn.Module, find: Callable[[], Path], ranks: int, since: int
+    ) -> None:
+        self._model, self._find, self._ranks, self._since = model, find, ranks, since
+        self._directory: Path | None = None
+        self._recorded: WeightMap | None = None
+        self._in_doubt = False  # whether the directory may be another than the one loaded
 
-    def record(self) -> Any:
-        """See Work."""
-        from deltactl.vllm.weight_map import TensorSpec, record
-
-        with open_checkpoint(self._directory) as opened:
-            specs = [TensorSpec(t.name, t.dtype, t.shape) for t in opened.tensors.values()]
-        self._map = record(self._model, specs, ranks=self._ranks)
-        return self._map.summary()
-
-    def agree(self, records: list[Any], rank: int) -> None:
-        """See Work."""
-        from deltactl.vllm.ownership import owners
-
-        if self._ranks > 1:
-            self.map.settle(owners(records), rank)
+    @property
+    def directory(self) -> Path:
+        """Where the model was loaded from."""
+        assert self._directory is not None
+        return self._directory
 
     @property
     def map(self) -> WeightMap:
-        """The map, recorded."""
-        assert self._map is not None
-        return self._map
+        """The map, once it is recorded."""
+        assert self._recorded is not None
+        return self._recorded
+
+    def record(self) -> Any:
+        """See Work."""
+        self._directory = self._find()
+        with open_checkpoint(self._directory) as opened:
+            specs = [TensorSpec(t.name, t.dtype, t.shape) for t in opened.tensors.values()]
+        self._recorded = record(self._model, specs, ranks=self._ranks)
+        return self._recorded.summary()
+
+    def agree(self, records: list[Any], rank: int) -> None:
+        """See Work."""
+        if self._ranks > 1:
+            self.map.settle(owners(records), rank)
 
     def identify(self) -> Identity:
         """See Work."""
-        from deltactl.vllm.host import identify
-
-        self._check_unchanged()
-        found = identify(self._directory)
-        self._check_unchanged()
+        with open_checkpoint(self.directory) as opened:
+            changed = [int(str(row[-1])) for row in file_times(opened)]
+        self._in_doubt = max(changed, default=0) >= self._since
+        found = host.identify(self.directory)
         return Identity(found.state, {n: t.touch_sum for n, t in found.tensors.items()})
-
-    def _check_unchanged(self) -> None:
-        """Raise Conflict if the directory, or a file of weights in it, changed after loading began.
-
-        By the time of the last change of status, which nobody can set: a directory that was put in
-        the place of another has a new one.
-        """
-        from deltactl.vllm.identity import file_times
-
-        with open_checkpoint(self._directory) as opened:
-            times = file_times(opened)
-        newest = max((int(str(row[-1])) for row in times), default=0)
-        if newest < self._since:
-            return
-        raise Conflict(
-            "the model directory has changed since the server was started on it",
-            file=self._directory,
-            hint="start the server anew on a directory that nobody writes to",
-        )
 
     def sums(self, names: list[str]) -> Values:
         """See Work."""
-        from deltactl.vllm.live import owned_sums
-
-        found = owned_sums(self.map, [name for name in names if name in self.map.tensors])
+        found = live.owned_sums(self.map, [name for name in names if name in self.map.tensors])
         return np.array([found.get(name, 0) for name in names], np.uint64).view(np.int64)
 
     def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
-        """See Work."""
-        from deltactl.vllm.live import keep_proven
-
-        keep_proven(self.map, found, expected)
+        """See Work. Raises Conflict where what does not fit may be due to another directory."""
+        live.keep_proven(self.map, found, expected)
+        if self._in_doubt and self.map.unmapped:
+            name, why = next(iter(self.map.unmapped.items()))
+            raise Conflict(
+                "the model directory has changed since the server was started on it",
+                file=self.directory,
+                tensor=name,
+                found=why,
+                hint="start the server anew, on a directory that nobody writes to",
+            )
 
     def describe(self) -> dict[str, Any]:
         """See Work."""
@@ -103,6 +98,113 @@ class ModelWork:
             "ignored": sorted(self.map.ignored),
         }
 
-    def stage(self, request: Mapping[str, Any]) -> Staged:
+    def stage(self, request: Mapping[str, Any]) -> Prepared:
         """See Work."""
-        raise NotImplementedError(str(time.time_ns()))
+        bucket = open_bucket(request["bucket"])
+        found = self._stage_full(bucket, request) if request["full"] else self._run(bucket, request)
+        if found.staged.reload:
+            raise Unsupported(
+                "the update changes tensors that cannot be written in place",
+                found=", ".join(found.staged.reload),
+            )
+        return found
+
+    def _run(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
+        """A run of links."""
+        start = time.perf_counter()
+        links = host.open_links(bucket, request["links"])
+        base = None
+        if staging.needs_base(links.deltas):
+            step = request["from_step"] or links.deltas[0].header.base_step or 0
+            base = self._checkpoint(bucket, step, request["from_state"])
+        fetched = time.perf_counter()
+        staged = staging.stage(self.map, links.deltas, base=base, **_ends(request))
+        seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
+        return Prepared(staged, links.fetched_bytes, seconds)
+
+    def _stage_full(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
+        """Every tensor of a step, whatever is live."""
+        start = time.perf_counter()
+        checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
+        fetched = time.perf_counter()
+        ends = _ends(request)
+        staged = staging.stage_full(
+            self.map,
+            checkpoint,
+            update_id=ends["update_id"],
+            to_step=ends["to_step"],
+            to_state=ends["to_state"],
+        )
+        tensors = host.identify(checkpoint.path).tensors
+        sums = {name: tensor.touch_sum for name, tensor in tensors.items()}
+        seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
+        return Prepared(staged, 0, seconds, sums)
+
+    def _checkpoint(self, bucket: Bucket, step: int, state: str) -> Checkpoint:
+        return host.checkpoint_at(bucket, step, state, model=self.directory)
+
+
+def _ends(request: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("from_step", "from_state", "to_step", "to_state")
+    return {"update_id": request["id"], **{key: request[key] for key in keys}}
+
+
+@dataclass
+class Prepared:
+    """A staged update as the state machine wants it. ``sums``: of a full one's result."""
+
+    staged: staging.Staged
+    fetched_bytes: int
+    seconds: Mapping[str, float]
+    full_sums: Mapping[str, int] | None = field(default=None, repr=False)
+
+    @property
+    def elements(self) -> int:
+        return self.staged.elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.staged.nbytes
+
+    @property
+    def reloaded(self) -> tuple[str, ...]:
+        return self.staged.reload
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self.staged.ignored
+
+    @property
+    def values(self) -> Values:
+        return self.staged.sums.values
+
+    def judge(self, total: Values) -> str:
+        """See contract.Staged."""
+        return self.staged.sums.judge(total)
+
+    def sums_after(self, before: Mapping[str, int], total: Values) -> dict[str, int]:
+        """See contract.Staged."""
+        if self.full_sums is not None:
+            return dict(self.full_sums)
+        found = dict(before)
+        for row, values in zip(self.staged.sums.rows, total.view(np.uint64), strict=True):
+            old, new = int(values[0]), int(values[1])
+            name = row.record.name
+            found[name] = new if row.record.whole else (found[name] - old + new) % (1 << 64)
+        return found
+
+    def check(self) -> bool:
+        """See contract.Staged."""
+        return self.staged.check()
+
+    def write(self) -> None:
+        """See contract.Staged."""
+        self.staged.write()
+
+    def verify(self) -> bool:
+        """See contract.Staged."""
+        return self.staged.verify()
+
+    def roll_back(self) -> bool:
+        """See contract.Staged."""
+        return self.staged.roll_back()

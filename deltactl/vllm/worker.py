@@ -4,8 +4,7 @@ Its methods are called on all ranks by ``POST /collective_rpc`` with ``{"method"
 {...}}``. Each returns the state of its rank afterwards, a dict that survives as JSON: what
 ``Serving.state`` tells and
 
-- ``backend``: whether the server has our engine; without it all other keys but ``rank``,
-  ``world_size``, ``deltactl``, ``protocol``, ``dtype`` and ``model`` are missing;
+- ``backend``: whether the server has our engine; without it nothing is known;
 - ``dtype``, ``model``: as vLLM was configured;
 - ``session``: whether a weight update was started and not finished;
 - ``call``: the argument ``call`` given back. After an exception in some other RPC vLLM gives out
@@ -20,9 +19,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import deltactl
-from deltactl.vllm.serving import PROTOCOL, Serving
+from deltactl.vllm.served import PROTOCOL
+from deltactl.vllm.serving import Serving
 
 State = dict[str, Any]
+
+_OF_SERVING = ("step", "state", "bucket", "poisoned", "error", "update", "map", "audit")
 
 
 class WorkerExtension:
@@ -88,6 +90,8 @@ def _told(
         "backend": isinstance(serving, Serving),
         "session": bool(getattr(worker, "_weight_update_active", False)),
         "call": call,
+        "identity": "unknown",
+        **dict.fromkeys(_OF_SERVING),
     }
     if isinstance(serving, Serving):
         if act is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -104,6 +105,12 @@ class VllmServer:
             }
             for choice in sorted(choices, key=lambda choice: choice["index"])
         ]
+
+    def running(self) -> int:
+        """Requests in flight, by the server's own count, which follows a moment later."""
+        text = requests.get(self.url + "/metrics", timeout=_ANSWER).text
+        rows = re.findall(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", text, re.MULTILINE)
+        return int(float(rows[0]))
 
     def alive(self) -> bool:
         """Whether /health says that the engine runs."""

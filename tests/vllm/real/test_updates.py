@@ -107,7 +107,7 @@ def test_requests_in_flight_complete(vllm_client: Client) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(generate)
         begun.wait()
-        while not vllm_client.running():
+        while not vllm_client.server.running():
             assert not answer.done(), "it was over before the update"
         written = vllm_client.write(id_)
         assert not answer.done(), "it was over before the update ended"
