@@ -87,7 +87,8 @@ def _next(tensors: dict[str, Spec], step: int) -> dict[str, Spec]:
             chosen[:] = True
         moved = values[chosen] + random.normal(0, 0.3, int(chosen.sum())).astype(np.float32)
         bits[chosen] = (moved.view(np.uint32) >> 16).astype(np.uint16)
-        bits[np.flatnonzero(chosen)[:2]] = 0x8000, 0  # minus zero and zero
+        where = np.flatnonzero(chosen)
+        bits[where[:1]], bits[where[1:2]] = 0x8000, 0  # minus zero and zero
         found[name] = (dtype, shape, bits.tobytes())
     return found
 

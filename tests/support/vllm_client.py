@@ -64,7 +64,7 @@ class Client:
             "from_state": state["state"],
             "to_step": to,
             "to_state": self.chain.states[to],
-            "links": [] if full else self.chain.links(before, to),
+            "links": [] if full or before is None else self.chain.links(before, to),
             "full": full,
         }
         self.ask("stage", update=request | other)
