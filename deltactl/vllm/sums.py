@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.core.delta import Delta
-from deltactl.core.errors import Conflict
+from deltactl.core.errors import Conflict, Malformed
 from deltactl.core.header import Record
 from deltactl.vllm.merging import Layer
 
@@ -68,7 +68,6 @@ class Sums:
         """What the sums over all ranks say of the live weights: that they are what the first link
         stands on, or what a single link leads to.
 
-        Raises Conflict where they are neither.
         """
         found = [self._read(row, values) for row, values in zip(self.rows, total, strict=True)]
         for row, one in zip(self.rows, found, strict=True):
@@ -86,13 +85,8 @@ class Sums:
         record = row.record
         if record.whole:
             return _Total(old, new, count, True, old == new)
-        return _Total(
-            old,
-            new,
-            count,
-            old == record.old_sum and not not_old,
-            old == record.new_sum and not not_new,
-        )
+        is_old = (old, new) == (record.old_sum, record.new_sum) and not not_old
+        return _Total(old, new, count, is_old, old == record.new_sum and not not_new)
 
     def _incomplete(self, row: Row, found: _Total) -> Conflict:
         return Conflict(
@@ -107,8 +101,18 @@ class Sums:
             hint="pull the step, and start the server anew on it",
         )
 
-    def _another(self, row: Row, found: _Total) -> Conflict:
+    def _another(self, row: Row, found: _Total) -> Conflict | Malformed:
         record, delta = row.record, row.delta
+        if found.old == record.old_sum and found.new != record.new_sum:
+            return Malformed(
+                "the link's changes are not those that its header tells of",
+                file=delta.path,
+                tensor=record.name,
+                step=delta.header.step,
+                expected=f"touch sum {record.new_sum:016x}",
+                found=f"touch sum {found.new:016x}",
+                hint="deltactl verify BUCKET --level data",
+            )
         return Conflict(
             "the live weights are not what the link stands on",
             file=delta.path,
