@@ -27,6 +27,8 @@ from deltactl.vllm.work import ModelWork
 if TYPE_CHECKING:
     import torch
 
+    from deltactl.core.checkpoint import Checkpoint
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
@@ -56,8 +58,13 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         peers = _peers()
-        work = ModelWork(model, lambda: _directory(vllm_config), peers.size, IMPORTED)
+        work = ModelWork(model, lambda: _directory(vllm_config), peers.size, IMPORTED, self._reload)
         self.serving = Serving(work, peers, _refusal(vllm_config))
+
+    def _reload(self, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
+        from deltactl.vllm.reload import reload_tensors
+
+        reload_tensors(self.model, self.model_config, names, checkpoint)
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """Nothing to do."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from deltactl.bucket import open_bucket
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.errors import Conflict, Unsupported
+from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.core.store import Bucket
 from deltactl.vllm import host, live, staging
 from deltactl.vllm.contract import Identity, Values
@@ -24,17 +25,27 @@ if TYPE_CHECKING:
     import torch
 
 
+Reload = Callable[[tuple[str, ...], Checkpoint], object]
+
+
 class ModelWork:
     """The ``Work`` of one rank of ``ranks`` on ``model``, which was loaded from a directory.
 
     ``find``: gives that directory, or raises. ``since``: nanoseconds since the epoch, before the
-    loading began; files that changed later may not be those that were loaded.
+    loading began; files that changed later may not be those that were loaded. ``reload``: loads
+    tensors by name from a checkpoint through the model's own loader, in the pause.
     """
 
     def __init__(
-        self, model: torch.nn.Module, find: Callable[[], Path], ranks: int, since: int
+        self,
+        model: torch.nn.Module,
+        find: Callable[[], Path],
+        ranks: int,
+        since: int,
+        reload: Reload | None = None,
     ) -> None:
         self._model, self._find, self._ranks, self._since = model, find, ranks, since
+        self._reload = reload
         self._directory: Path | None = None
         self._recorded: WeightMap | None = None
         self._in_doubt = False  # whether the directory may be another than the one loaded
@@ -102,11 +113,14 @@ class ModelWork:
         """See Work."""
         bucket = open_bucket(request["bucket"])
         found = self._stage_full(bucket, request) if request["full"] else self._run(bucket, request)
-        if found.staged.reload:
-            raise Unsupported(
-                "the update changes tensors that cannot be written in place",
-                found=", ".join(found.staged.reload),
-            )
+        if found.reloaded:
+            if self._reload is None:
+                what = "the update changes tensors that cannot be written in place"
+                raise Unsupported(what, found=", ".join(found.reloaded))
+            start = time.perf_counter()
+            checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
+            found.reload = partial(self._reload, found.reloaded, checkpoint)
+            found.seconds["fetch"] += time.perf_counter() - start
         return found
 
     def _run(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
@@ -151,12 +165,18 @@ def _ends(request: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class Prepared:
-    """A staged update as the state machine wants it. ``sums``: of a full one's result."""
+    """A staged update as the state machine wants it.
+
+    ``full_sums``: touch sums of a full one's result. ``reload``: loads what cannot be written in
+    place; it comes last, as it cannot be taken back.
+    """
 
     staged: staging.Staged
     fetched_bytes: int
-    seconds: Mapping[str, float]
+    seconds: dict[str, float]
     full_sums: Mapping[str, int] | None = field(default=None, repr=False)
+    reload: Callable[[], object] | None = field(default=None, repr=False)
+    reloading: bool = False
 
     @property
     def elements(self) -> int:
@@ -200,6 +220,11 @@ class Prepared:
     def write(self) -> None:
         """See contract.Staged."""
         self.staged.write()
+        if self.reload is not None:
+            if not self.staged.verify():
+                raise DeltactlError("what was written did not read back")
+            self.reloading = True
+            self.reload()
 
     def verify(self) -> bool:
         """See contract.Staged."""
@@ -207,4 +232,4 @@ class Prepared:
 
     def roll_back(self) -> bool:
         """See contract.Staged."""
-        return self.staged.roll_back()
+        return self.staged.roll_back() and not self.reloading

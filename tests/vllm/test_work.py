@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import delta_name, read_chain
+from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.publish import push
 from deltactl.vllm.serving import Serving
 from deltactl.vllm.work import ModelWork
@@ -27,11 +29,11 @@ LIMIT = 30.0
 
 class Sliced(nn.Module):
     """``fused``: this rank's rows of "a", then of "b". ``norm`` is whole on every rank; "unused" is
-    taken and left."""
+    taken and left. With ``odd`` the loader changes "norm", so that no map can express it."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
+    def __init__(self, rank: int, ranks: int, odd: bool = False) -> None:
         super().__init__()
-        self.rank, self.ranks = rank, ranks
+        self.rank, self.ranks, self.odd = rank, ranks, odd
         self.fused = nn.Parameter(torch.zeros(24 // ranks, 8, dtype=torch.bfloat16))
         self.norm = nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
         self.requires_grad_(False)
@@ -43,7 +45,7 @@ class Sliced(nn.Module):
                 part = tensor.narrow(0, self.rank * rows, rows)
                 self.fused.data.narrow(0, "ab".index(name) * rows, rows).copy_(part)
             elif name == "norm":
-                self.norm.data.copy_(tensor)
+                self.norm.data.copy_(tensor.flip(0) if self.odd else tensor)
 
 
 def first() -> dict[str, Spec]:
@@ -81,19 +83,26 @@ class Steps:
 
 
 class Place:
-    """Ranks that serve a copy of a chain's first step."""
+    """Ranks that serve a copy of a chain's first step. ``reload``: of one rank's model."""
 
-    def __init__(self, steps: Steps, root: Path, ranks: int = 1) -> None:
+    def __init__(
+        self, steps: Steps, root: Path, ranks: int = 1, *, odd: bool = False, reload: Any = None
+    ) -> None:
         self.tensors, self.bucket, self.states = steps.tensors, steps.bucket, steps.states
         self.directory = root / "model"
         shutil.copytree(steps.checkpoint(1), self.directory)
         since = time.time_ns() + 1
-        self.models = [Sliced(rank, ranks) for rank in range(ranks)]
+        self.models = [Sliced(rank, ranks, odd) for rank in range(ranks)]
         for model in self.models:
             model.load_weights(as_torch(self.tensors[1]))
         peers = thread_peers(ranks)
         self.ranks = [
-            Serving(ModelWork(model, lambda: self.directory, ranks, since), peers[n])
+            Serving(
+                ModelWork(
+                    model, lambda: self.directory, ranks, since, reload and partial(reload, model)
+                ),
+                peers[n],
+            )
             for n, model in enumerate(self.models)
         ]
 
@@ -144,7 +153,7 @@ class Place:
     def holds(self, step: int) -> bool:
         """Whether every live bit is what loading that step would have made it."""
         for model in self.models:
-            like = Sliced(model.rank, model.ranks)
+            like = Sliced(model.rank, model.ranks, model.odd)
             like.load_weights(as_torch(self.tensors[step]))
             for mine, wanted in zip(model.parameters(), like.parameters(), strict=True):
                 if not torch.equal(mine.view(torch.int16), wanted.view(torch.int16)):
@@ -264,3 +273,60 @@ def test_a_live_bit_that_is_not_the_directory_s_is_not_patched(
     (row,) = place.ready()
     assert set(row["map"]["unmapped"]) == {"a"}
     assert row["map"]["tensors"] == 2
+
+
+def reload_norm(model: Sliced, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
+    assert names == ("norm",)
+    tensor = checkpoint.tensors["norm"]
+    model.load_weights(as_torch({"norm": (tensor.dtype, tensor.shape, bytes(tensor.data))}))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_no_map_can_express_goes_through_the_loader(
+    steps: Steps, tmp_path: Path, full: bool
+) -> None:
+    place = Place(steps, tmp_path, 2, odd=True, reload=reload_norm)
+    assert set(place.ready()[0]["map"]["unmapped"]) == {"norm"}
+    for row in place.stage(3, full=full):
+        assert row["update"]["reloaded"] == ["norm"]
+    place.each(lambda rank: rank.discard("to 3"))
+    place.update(3, full=full)
+    assert place.holds(3)
+    found = place.audit()
+    assert (found["differing"], found["unaudited"]) == ([], ["norm", "unused"])
+    place.update(TIP, full=full)
+    assert place.holds(TIP)
+
+
+def test_what_no_map_can_express_where_nothing_else_loads_it(steps: Steps, tmp_path: Path) -> None:
+    place = Place(steps, tmp_path, odd=True)
+    place.ready()
+    (row,) = place.stage(3)
+    assert row["update"]["phase"] == "failed"
+    assert row["update"]["error"]["found"] == "norm"
+    assert place.holds(1)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_loader_that_fails_leaves_the_server_poisoned(
+    steps: Steps, tmp_path: Path, fails: int
+) -> None:
+    """Half of it may be loaded: nobody knows, and a full update has to write it all."""
+    broken = [True]
+
+    def reload(model: Sliced, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
+        if broken and model.rank == fails:
+            model.norm.data[3] = 7
+            raise MemoryError
+        reload_norm(model, names, checkpoint)
+
+    place = Place(steps, tmp_path, 2, odd=True, reload=reload)
+    place.ready()
+    place.stage(3)
+    for row in place.each(lambda rank: rank.commit("to 3")):
+        assert row["update"]["phase"] == "failed"
+        assert row["poisoned"] is not None
+    broken.clear()
+    place.each(lambda rank: rank.discard("to 3"))
+    place.update(3, full=True)
+    assert place.holds(3)
