@@ -123,3 +123,7 @@ class Work(Protocol):
     def stage(self, request: Mapping[str, Any]) -> Staged:
         """Fetch, prove, decode and lay out."""
         ...
+
+    def took_over(self, staged: Any) -> None:
+        """What was staged, by ``stage``, is what is live now."""
+        ...

@@ -202,6 +202,7 @@ class Serving(Served):
         request, total = update.request, update.total
         assert total is not None
         self._sums = _staged(update).sums_after(self._sums, total)
+        self._work.took_over(update.staged)
         self._state, self._step = request["to_state"], request["to_step"]
         self._bucket, self._poison, self._error = request["bucket"], None, self._standing
         self._commits += 1

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 
 Reload = Callable[[tuple[str, ...], Checkpoint], object]
+Digests = Mapping[str, str]
+"""Of a state's tensors, by name."""
 
 
 class ModelWork:
@@ -49,6 +51,8 @@ class ModelWork:
         self._directory: Path | None = None
         self._recorded: WeightMap | None = None
         self._in_doubt = False  # whether the directory may be another than the one loaded
+        self._digests: Digests = {}  # of the state that is served
+        self._tied: dict[str, str] = {}  # a tensor that is ignored -> the one that stands for it
 
     @property
     def directory(self) -> Path:
@@ -81,6 +85,8 @@ class ModelWork:
             changed = [int(str(row[-1])) for row in file_times(opened)]
         self._in_doubt = max(changed, default=0) >= self._since
         found = host.identify(self.directory)
+        self._digests = {name: tensor.digest for name, tensor in found.tensors.items()}
+        self._tied = _tied(self.map, found)
         return Identity(found.state, {n: t.touch_sum for n, t in found.tensors.items()})
 
     def sums(self, names: list[str]) -> Values:
@@ -123,10 +129,18 @@ class ModelWork:
             found.seconds["fetch"] += time.perf_counter() - start
         return found
 
+    def took_over(self, staged: Prepared) -> None:
+        """See Work."""
+        self._digests = staged.digests
+
     def _run(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
         """A run of links."""
         start = time.perf_counter()
         links = host.open_links(bucket, request["links"])
+        digests = dict(self._digests)
+        for delta in links.deltas:
+            digests |= {name: str(row.digest) for name, row in delta.records.items()}
+        self._expect(request, digests)
         base = None
         if staging.needs_base(links.deltas):
             step = request["from_step"] or links.deltas[0].header.base_step or 0
@@ -134,13 +148,16 @@ class ModelWork:
         fetched = time.perf_counter()
         staged = staging.stage(self.map, links.deltas, base=base, **_ends(request))
         seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
-        return Prepared(staged, links.fetched_bytes, seconds)
+        return Prepared(staged, digests, links.fetched_bytes, seconds)
 
     def _stage_full(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
         """Every tensor of a step, whatever is live."""
         start = time.perf_counter()
         checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
         fetched = time.perf_counter()
+        tensors = host.identify(checkpoint.path).tensors
+        digests = {name: tensor.digest for name, tensor in tensors.items()}
+        self._expect(request, digests)
         ends = _ends(request)
         staged = staging.stage_full(
             self.map,
@@ -149,13 +166,48 @@ class ModelWork:
             to_step=ends["to_step"],
             to_state=ends["to_state"],
         )
-        tensors = host.identify(checkpoint.path).tensors
         sums = {name: tensor.touch_sum for name, tensor in tensors.items()}
         seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
-        return Prepared(staged, 0, seconds, sums)
+        return Prepared(staged, digests, 0, seconds, sums)
+
+    def _expect(self, request: Mapping[str, Any], digests: Digests) -> None:
+        """Raise Unsupported where the running model cannot become what a server that is started on
+        the result would be: with other tensors, or with two that are tied here and differ there.
+
+        ``digests``: of the result.
+        """
+        other = sorted(self._digests.keys() ^ digests.keys())
+        apart = [name for name, like in self._tied.items() if digests.get(name) != digests[like]]
+        if not other and not apart:
+            return
+        what = "the step has other tensors than the model that is served"
+        if not other:
+            what = f"the tensor differs from {self._tied[apart[0]]!r}, which stands for both"
+        raise Unsupported(
+            what,
+            tensor=(other or apart)[0],
+            step=request["to_step"],
+            hint="pull the step, and start the server anew on it",
+        )
 
     def _checkpoint(self, bucket: Bucket, step: int, state: str) -> Checkpoint:
         return host.checkpoint_at(bucket, step, state, model=self.directory)
+
+
+def _tied(weight_map: WeightMap, identity: host.Identity) -> dict[str, str]:
+    """For each tensor that the loader ignores the mapped one with the same content, if there is
+    one: an output layer that shares the embedding. vLLM ties them where they are equal alone."""
+    same: dict[tuple[str, tuple[int, ...], str], str] = {}
+    for name in weight_map.tensors:
+        tensor = identity.tensors[name]
+        same.setdefault((tensor.dtype, tensor.shape, tensor.digest), name)
+    found = {}
+    for name in weight_map.ignored:
+        tensor = identity.tensors[name]
+        like = same.get((tensor.dtype, tensor.shape, tensor.digest))
+        if like is not None:
+            found[name] = like
+    return found
 
 
 def _ends(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,11 +219,12 @@ def _ends(request: Mapping[str, Any]) -> dict[str, Any]:
 class Prepared:
     """A staged update as the state machine wants it.
 
-    ``full_sums``: touch sums of a full one's result. ``reload``: loads what cannot be written in
-    place; it comes last, as it cannot be taken back.
+    ``digests``: of the result's tensors. ``full_sums``: touch sums of a full one's result.
+    ``reload``: loads what cannot be written in place; it comes last, as it cannot be taken back.
     """
 
     staged: staging.Staged
+    digests: Digests
     fetched_bytes: int
     seconds: dict[str, float]
     full_sums: Mapping[str, int] | None = field(default=None, repr=False)

@@ -17,6 +17,8 @@ from deltactl.core.publish import push
 from tests.support.checkpoints import Spec, read_tensors, write_safetensors
 from tests.support.vllm_models import write_model
 
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
 ENCODINGS = {2: "raw", 3: "gap_delta", 4: "ulp", 5: "ulp_ctx", 6: "ulp", 7: "ulp", 8: "ulp"}
 DENSE, EMPTY, TIP = 6, 7, 8
 """Steps: the one that replaces whole tensors, the one that changes nothing, the last."""
@@ -45,15 +47,18 @@ def make_chain(root: Path, kind: str) -> ModelChain:
     """Write and publish all steps of a model of ``kind`` below ``root``."""
     model = write_model(root / "model", kind)
     tensors = read_tensors(model)
-    if kind.endswith("-tied"):  # kept in many checkpoints all the same; no server looks at it
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    checkpoints = {1: _write(root / "step_1", model, tensors)}
+    tied = kind.endswith("-tied")
+    if tied:  # many checkpoints have it all the same
+        tensors[HEAD] = tensors[EMBEDDING]
+    checkpoints = {1: write_like(root / "step_1", model, tensors)}
     bucket = str(root / "bucket")
     push(checkpoints[1], open_bucket(bucket), step=1, anchor_every=0)
     for step, encoding in ENCODINGS.items():
         if step != EMPTY:
-            tensors = _next(tensors, step)
-        made = checkpoints[step] = _write(root / f"step_{step}", model, tensors)
+            tensors = next_step(tensors, step)
+        if tied:
+            tensors[HEAD] = tensors[EMBEDDING]
+        made = checkpoints[step] = write_like(root / f"step_{step}", model, tensors)
         push(made, open_bucket(bucket), step=step, encoding=encoding, anchor_every=0)
     chain = read_chain(open_bucket(bucket))
     states = {step: chain.state_at(step) for step in checkpoints}
@@ -74,7 +79,7 @@ def copy_bucket(chain: ModelChain, root: Path) -> Path:
     return root
 
 
-def _next(tensors: dict[str, Spec], step: int) -> dict[str, Spec]:
+def next_step(tensors: dict[str, Spec], step: int) -> dict[str, Spec]:
     """About one bf16 element in fifty of every tensor moved, at DENSE all of some tensors."""
     random = np.random.default_rng(step)
     found = {}
@@ -93,7 +98,7 @@ def _next(tensors: dict[str, Spec], step: int) -> dict[str, Spec]:
     return found
 
 
-def _write(path: Path, like: Path, tensors: dict[str, Spec]) -> Path:
+def write_like(path: Path, like: Path, tensors: dict[str, Spec]) -> Path:
     """A directory as ``like`` with these weights in one file."""
     path.mkdir()
     for file in like.iterdir():

@@ -85,6 +85,10 @@ class Toy:
         before, after = (int(request[f"{end}_state"], 16) for end in ("from", "to"))
         return ToyStaged(self, states(before), states(after), bool(request["full"]))
 
+    def took_over(self, staged: Any) -> None:
+        self.reach("took_over")
+        assert isinstance(staged, ToyStaged)
+
     def sums(self, names: list[str]) -> Values:
         if self.hold is not None:
             assert self.hold.wait(30)

@@ -60,16 +60,8 @@ def first() -> dict[str, Spec]:
 class Steps:
     """A chain, and the checkpoint of each of its steps."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.tensors = {1: first()}
-        for step in ENCODINGS:
-            share = {EMPTY: 0.0, DENSE: 1.0}.get(step, 0.1)
-            before = self.tensors[step - 1]
-            self.tensors[step] = {
-                name: spec if not share else changed(spec, share, step)
-                for name, spec in before.items()
-            }
+    def __init__(self, root: Path, tensors: dict[int, dict[str, Spec]]) -> None:
+        self.root, self.tensors = root, tensors
         self.bucket = LocalBucket(root / "bucket")
         for step, tensors in self.tensors.items():
             made = write_hf_directory(self.checkpoint(step), tensors, shards=2)
@@ -182,7 +174,14 @@ def as_torch(tensors: dict[str, Spec]) -> list[tuple[str, torch.Tensor]]:
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """Read it, never write."""
-    return Steps(tmp_path_factory.mktemp("steps"))
+    tensors = {1: first()}
+    for step in ENCODINGS:
+        share = {EMPTY: 0.0, DENSE: 1.0}.get(step, 0.1)
+        tensors[step] = {
+            name: spec if not share else changed(spec, share, step)
+            for name, spec in tensors[step - 1].items()
+        }
+    return Steps(tmp_path_factory.mktemp("steps"), tensors)
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -330,3 +329,35 @@ def test_a_loader_that_fails_leaves_the_server_poisoned(
     place.each(lambda rank: rank.discard("to 3"))
     place.update(3, full=True)
     assert place.holds(3)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("moved", ["unused", "norm"])
+def test_a_tensor_that_another_stands_for_has_to_stay_its_equal(
+    tmp_path: Path, moved: str, full: bool
+) -> None:
+    """As the output layer that is tied to an embedding: the loader takes it and keeps nothing."""
+    tied = first() | {"unused": first()["norm"]}
+    both = {**tied, **dict.fromkeys(("unused", "norm"), changed(tied["norm"], 0.2, 5))}
+    apart = {**both, moved: changed(both[moved], 0.2, 6)}
+    place = Place(Steps(tmp_path / "steps", {1: tied, 2: both, 3: apart}), tmp_path)
+    place.ready()
+    (row,) = place.stage(3, full=full)
+    assert row["update"]["phase"] == "failed"
+    assert row["update"]["error"]["kind"] == "Unsupported"
+    assert row["update"]["error"]["tensor"] == "unused"
+    place.each(lambda rank: rank.discard("to 3"))
+    place.update(2, full=full)
+    assert place.holds(2)
+
+
+def test_a_step_with_another_tensor_is_refused(tmp_path: Path) -> None:
+    more = first() | {"new": random_tensor("BF16", (3,), 9)}
+    place = Place(Steps(tmp_path / "steps", {1: first(), 2: more}), tmp_path)
+    place.ready()
+    for full in (False, True):
+        (row,) = place.stage(2, full=full)
+        assert row["update"]["error"]["kind"] == "Unsupported"
+        assert row["update"]["error"]["tensor"] == "new"
+        place.each(lambda rank: rank.discard("to 2"))
+    assert place.holds(1)

@@ -10,10 +10,20 @@ from typing import Any
 
 import pytest
 
-from deltactl.core.chain import delta_name
-from tests.support.checkpoints import flip_bit
+from deltactl.bucket.local import LocalBucket
+from deltactl.core.chain import delta_name, read_chain
+from deltactl.core.publish import push
+from tests.support.checkpoints import flip_bit, read_tensors
 from tests.support.fault_proxy import FaultProxy, refuse, status
-from tests.support.vllm_chain import TIP, ModelChain, copy_bucket
+from tests.support.vllm_chain import (
+    EMBEDDING,
+    HEAD,
+    TIP,
+    ModelChain,
+    copy_bucket,
+    next_step,
+    write_like,
+)
 from tests.support.vllm_client import Client, State, phases
 from tests.support.vllm_fixtures import Recorded, Setup
 
@@ -108,6 +118,37 @@ def test_another_base(vllm_client: Client, vllm_first: Recorded, vllm_chain: Mod
         assert state["error"]["kind"] == "Conflict"
         assert state["error"]["expected"] == vllm_chain.states[3]
         assert state["error"]["found"] == vllm_chain.states[1]
+    assert_untouched(vllm_client, vllm_first)
+
+
+@pytest.mark.parametrize("moved", [HEAD, EMBEDDING])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_step_in_which_tied_weights_differ(
+    vllm_client: Client,
+    vllm_first: Recorded,
+    vllm_setup: Setup,
+    vllm_chain: ModelChain,
+    tmp_path: Path,
+    moved: str,
+    full: bool,
+) -> None:
+    """A server that is started on it would keep two tensors; this one has one for both."""
+    if not vllm_setup.kind.endswith("-tied"):
+        pytest.skip("the model ties nothing")
+    tensors = read_tensors(vllm_chain.checkpoints[1])
+    tensors[moved] = next_step({moved: tensors[moved]}, 2)[moved]
+    untied = write_like(tmp_path / "untied", vllm_chain.checkpoints[1], tensors)
+    bucket = LocalBucket(tmp_path / "bucket")
+    push(vllm_chain.checkpoints[1], bucket, step=1)
+    push(untied, bucket, step=2)
+    id_ = vllm_client.stage(
+        2, bucket=bucket.url, full=full, to_state=read_chain(bucket).state_at(2)
+    )
+    for state in vllm_client.states():
+        assert state["update"]["phase"] == "failed"
+        assert state["update"]["error"]["kind"] == "Unsupported"
+        assert state["update"]["error"]["tensor"] == HEAD
+    vllm_client.ask("discard", id=id_)
     assert_untouched(vllm_client, vllm_first)
 
 
