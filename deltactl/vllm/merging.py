@@ -169,7 +169,10 @@ def _united(positions: Sequence[Positions]) -> Positions:
     """All positions, rising, each once."""
     if len(positions) == 1:
         return positions[0]
-    return np.unique(np.concatenate(positions))
+    merged = np.sort(np.concatenate(positions), kind="stable")  # which merges runs that rise
+    first = np.ones(merged.size, np.bool_)
+    np.not_equal(merged[1:], merged[:-1], out=first[1:])
+    return merged[first]
 
 
 def _follow(

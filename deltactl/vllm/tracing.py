@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from deltactl.vllm.address_space import Arena, Block, Blocks, Lost
 from deltactl.vllm.regions import Axis, TensorSpec
@@ -88,7 +87,7 @@ class Write:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records writes in order, and in ``spoilt`` which tensors cannot be followed, and why.
 
-    ``in_hand``: the tensor that the loader was given last.
+    ``in_hand``: the tensor that the loader was given last; to be kept up to date.
     """
 
     def __init__(self, live: LiveStorages) -> None:
@@ -111,7 +110,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Block(start, start + memory.nbytes, spec.name, dtype.itemsize, 0, (whole,))
         )
         self._fed[spec.name] = weakref.ref(memory)
-        self.in_hand = spec.name
         return torch.from_numpy(memory).view(dtype).view(spec.shape)
 
     def is_held(self, name: str) -> bool:
@@ -122,14 +120,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = [_argument(args, kwargs, place) for place in _written(func)]
-        to = [t for t in tree_leaves(written) if isinstance(t, torch.Tensor)]
+        to = list(_tensors(_argument(args, kwargs, place) for place in _written(func)))
         if any(self._live.find(t) is not None for t in to):
             self._on_write(func, args, kwargs, to)
             return to[0] if len(to) == 1 else tuple(to)
-        sources = dict.fromkeys(
-            block.name for leaf in tree_leaves((args, kwargs)) if (block := self._block(leaf))
-        )
+        sources = self._sources(args, kwargs)
         if not sources:
             return func(*args, **kwargs)
         if func in _COPIES:
@@ -146,8 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _on_write(
         self, func: Any, args: Sequence[Any], kwargs: Any, to: Sequence[torch.Tensor]
     ) -> None:
-        leaves = tree_leaves((args, kwargs))
-        sources = dict.fromkeys(block.name for leaf in leaves if (block := self._block(leaf)))
+        sources = self._sources(args, kwargs)
         if func is _COPY and sources:
             try:
                 self.writes.append(self._copied(args[0], args[1]))
@@ -220,30 +214,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )  # fmt: skip
         return found
 
-    def _block(self, leaf: object) -> Block | None:
-        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu" or not leaf.numel():
+    def _block(self, tensor: torch.Tensor) -> Block | None:
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():
             return None
-        if leaf.layout != torch.strided:
-            return None
-        return self._blocks.find(leaf.data_ptr())
+        return self._blocks.find(tensor.data_ptr())
+
+    def _sources(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, None]:
+        """The names of the tensors that the arguments are views or copies of."""
+        found = (self._block(tensor) for tensor in _tensors((*args, *kwargs.values())))
+        return dict.fromkeys(block.name for block in found if block is not None)
 
     def _is_more_than_a_view(self, found: object) -> bool:
-        for leaf in tree_leaves(found):
-            if not isinstance(leaf, torch.Tensor):
-                return leaf is not None
-            if leaf.numel() and self._block(leaf) is None:
-                return True
-        return False
+        if isinstance(found, torch.Tensor):
+            return found.numel() > 0 and self._block(found) is None
+        if isinstance(found, list | tuple):
+            return any(map(self._is_more_than_a_view, found))
+        return found is not None
 
     def _spoil(self, name: str, why: str) -> None:
         self.spoilt.setdefault(name, why)
 
-    def replaced(self, tensor: torch.Tensor, value: object) -> bool:
+    def replaced(self, tensor: torch.Tensor, value: torch.Tensor) -> bool:
         """Whether ``tensor.data = value`` would replace a live tensor's elements; noted if so."""
         if self._live.find(tensor) is None:
             return False
         block = self._block(value)
-        name = block.name if block is not None else self.in_hand
+        name = self.in_hand if block is None else block.name
         if name is not None:
             self._spoil(name, "the loader puts another tensor in the parameter's place")
         self._wrote(tensor)
@@ -278,6 +274,14 @@ def _written(func: Any) -> tuple[tuple[int, str], ...]:
 def _argument(args: Sequence[Any], kwargs: dict[str, Any], place: tuple[int, str]) -> Any:
     at, name = place
     return args[at] if at < len(args) else kwargs.get(name)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _reach(tensor: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ map counts only once live bits, read through it, have been found equal to the ch
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -199,19 +200,19 @@ class _Recording:
 
     def _load(self, specs: Sequence[TensorSpec]) -> tuple[int, str | None]:
         """Feed the loader; how many it asked for, and how it failed if it did."""
-        given = 0
+        left = deque((spec.name, self._recorder.feed(spec)) for spec in specs)
 
         def weights() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal given
-            for given, spec in enumerate(specs, 1):  # noqa: B007
-                yield spec.name, self._recorder.feed(spec)
+            while left:
+                self._recorder.in_hand = left[0][0]
+                yield left.popleft()  # held by the loader alone, see Recorder.is_held
 
         try:
             with KeepData(self._recorder), self._recorder, torch.no_grad():
                 self._model.load_weights(weights())  # type: ignore[operator]
         except Exception as error:
-            return given, _failure(error)
-        return given, None
+            return len(specs) - len(left), _failure(error)
+        return len(specs) - len(left), None
 
     def distrust(self, why: str) -> None:
         """Call unmapped what looks as if the loader had done nothing with it."""
