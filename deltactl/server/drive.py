@@ -52,6 +52,7 @@ class Drive:
         self._failures: Counter[Do] = Counter()
         self._done: Counter[Do] = Counter()
         self._way: Way | None = None
+        self._staged_paused = False
         self._staging_since = self._paused_since = 0.0
         self._wait = _FIRST_POLL
         self._sign: tuple[object, float] = (None, 0.0)
@@ -69,7 +70,7 @@ class Drive:
             try:
                 seen = self._acts[do](seen)
             except DeltactlError as error:
-                self._failed(do, error)
+                self._failed(do, error, seen)
                 seen = self._look()
             self._note(seen)
         self._conclude(seen)
@@ -84,11 +85,13 @@ class Drive:
         if not seen.engine.sound:
             report.error = unknown_weights(seen, url, job.goal.target, report.error)
 
-    def _failed(self, do: Do, error: DeltactlError) -> None:
+    def _failed(self, do: Do, error: DeltactlError, seen: Seen) -> None:
         """Once is no reason to give up, where another try may go better."""
         self._failures[do] += 1
         if isinstance(error, Transient | Refused) and self._failures[do] < _TRIES:
             return
+        if do in _TO_REST and not seen.engine.sound:
+            raise unknown_weights(seen, self.server.url, self.job.goal.target, error)
         if do in _TO_REST:
             raise error
         self.job.error = self.job.error or error
@@ -120,12 +123,13 @@ class Drive:
                 break
         ours = left is not None and not left.id.endswith(HELD)
         self.job.held = seen.paused and seen.engine.sound and not ours
-        self.report.step_before = seen.engine.step
         return seen
 
     def _note(self, seen: Seen) -> Seen:
         """Remember what is seen for the first time."""
         job, engine, update = self.job, seen.engine, seen.update
+        if self.report.step_before is None and not job.id:
+            self.report.step_before = engine.step
         self.report.step_after, self.report.state = engine.step, engine.state
         self.report.paused = seen.paused
         if seen.certain and not seen.paused:
@@ -144,8 +148,8 @@ class Drive:
     def _note_own(self, seen: Seen, update: Update) -> None:
         job, report = self.job, self.report
         report.bytes_fetched = max(report.bytes_fetched, update.fetched_bytes)
-        if update.phase == "ready" and seen.certain and seen.paused and not job.asked:
-            job.held = True  # somebody has paused it meanwhile
+        if update.phase == "ready" and seen.certain and seen.paused:
+            job.held = job.held or not (job.asked or self._staged_paused)  # it was meanwhile
         if update.phase == WRITTEN:
             job.repaired = update.full
             report.how = "full" if update.full else "deltas"
@@ -203,7 +207,7 @@ class Drive:
         self._way = job.goal.way(engine.step, engine.state, full=whole)
         job.dead.add(job.id)
         job.id = secrets.token_hex(8) + (HELD if seen.paused and job.held else "")
-        job.cleared = False
+        job.cleared, self._staged_paused = False, seen.paused
         self._wait, self._staging_since = _FIRST_POLL, monotonic()
         seen = self._told(seen, "deltactl_stage", update=message(job.goal, self._way, job.id))
         if seen.update is None and seen.engine.error is not None:
@@ -256,7 +260,7 @@ class Drive:
 
     def _acknowledge(self, seen: Seen) -> Seen:
         assert seen.update is not None
-        method = "deltactl_done" if seen.update.phase == WRITTEN else "deltactl_discard"
+        method = "deltactl_done" if seen.update.written else "deltactl_discard"
         after = self._told(seen, method, id=seen.update.id)
         if after.update is not None and after.update.id == seen.update.id:
             raise after.engine.error or DeltactlError("the server does not let go of the update")

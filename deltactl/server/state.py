@@ -22,8 +22,9 @@ _IDENTITIES = ("failed", "unknown", "running", "known")  # of several ranks the 
 class Update:
     """An update that the server holds and nobody has acknowledged, over all ranks.
 
-    ``elements``: to write, or written; ``seconds``: of the slowest rank, by part; ``error``: of
-    the first rank that has one; ``staged_bytes``: what it takes in memory.
+    ``written``: whether any rank has written it; ``elements``: to write, or written; ``seconds``:
+    of the slowest rank, by part; ``error``: of the first rank that has one; ``staged_bytes``: what
+    it takes in memory.
     """
 
     id: str
@@ -31,6 +32,7 @@ class Update:
     from_step: int | None = None
     to_step: int | None = None
     full: bool = False
+    written: bool = False
     elements: int = 0
     staged_bytes: int = 0
     fetched_bytes: int = 0
@@ -194,6 +196,7 @@ def _update(ranks: Sequence[Mapping[str, Any]], url: str) -> tuple[Update | None
         from_step=_integer(first.get("from_step")),
         to_step=_integer(first.get("to_step")),
         full=first.get("full") is True,
+        written=WRITTEN in phases,
         elements=sum(_integer(row.get("elements")) or 0 for row in rows),
         staged_bytes=sum(_integer(row.get("bytes")) or 0 for row in rows),
         fetched_bytes=max(_integer(row.get("fetched_bytes")) or 0 for row in rows),
