@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deltactl.core.chain import read_chain
 from deltactl.core.progress import Progress, silent
 from deltactl.core.store import Bucket
-from deltactl.server.drive import Drive, lost
+from deltactl.server.drive import Drive
 from deltactl.server.fleet import Together, as_error, side_by_side, urls_of
-from deltactl.server.goal import ChainGoal, DeltaGoal, Goal
+from deltactl.server.goal import ChainGoal, DeltaGoal, Goal, lent
 from deltactl.server.preflight import ready_for
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
@@ -36,6 +36,7 @@ def apply_to_servers(
     options: Options = DEFAULTS,
     *,
     progress: Progress = silent,
+    on_interrupt: Callable[[], None] = lambda: None,
 ) -> Applied:
     """Bring each server to a step of a chain, by default its tip, side by side.
 
@@ -45,7 +46,8 @@ def apply_to_servers(
     the old step or on the new one, and is told.
     """
     urls = urls_of(urls)
-    return _apply(ChainGoal(read_chain(bucket), step), urls, options, progress)
+    goal = ChainGoal(read_chain(bucket), step)
+    return _apply(goal, urls, options, progress, on_interrupt)
 
 
 def apply_delta_to_servers(
@@ -54,19 +56,27 @@ def apply_delta_to_servers(
     options: Options = DEFAULTS,
     *,
     progress: Progress = silent,
+    on_interrupt: Callable[[], None] = lambda: None,
 ) -> Applied:
     """``apply_to_servers`` for one delta, a file that the servers find at the same path."""
     urls = urls_of(urls)
-    return _apply(DeltaGoal(delta), urls, options, progress)
+    with lent(delta) as (bucket, name):
+        return _apply(DeltaGoal(delta, bucket, name), urls, options, progress, on_interrupt)
 
 
-def _apply(goal: Goal, urls: list[str], options: Options, progress: Progress) -> Applied:
+def _apply(
+    goal: Goal,
+    urls: list[str],
+    options: Options,
+    progress: Progress,
+    on_interrupt: Callable[[], None],
+) -> Applied:
     stop, together = threading.Event(), Together(progress, "staging")
 
     def one(url: str) -> Replica:
         return _to_goal(url, Job(goal, options, stop), together)
 
-    replicas, interrupted = side_by_side(one, urls, stop)
+    replicas, interrupted = side_by_side(one, urls, stop, on_interrupt)
     return Applied(goal.step, goal.state, replicas, interrupted)
 
 
@@ -76,11 +86,13 @@ def _to_goal(url: str, job: Job, together: Together) -> Replica:
         server = Server(url, job.options.timeout)
         try:
             ready_for(server, job.goal)
-            Drive(server, job, report, together.of(url)).run()
+            drive = Drive(server, job, report, together.of(url))
+            drive.plan() if job.options.dry_run else drive.run()
         finally:
             server.close()
     except Exception as error:
         report.error = as_error(error)
-        if job.asked:
-            lost(report, job.goal.target)
+        if job.asked and report.paused is None:
+            report.notes.append("may be paused, on the old step or on the new one")
+            report.error.hint = f"deltactl apply {job.goal.target} --server {url}"
     return report

@@ -71,9 +71,30 @@ class Drive:
                 seen = self._acts[do](seen)
             except DeltactlError as error:
                 self._failed(do, error, seen)
+                self.report.forget()
                 seen = self._look()
             self._note(seen)
         self._conclude(seen)
+
+    def plan(self) -> None:
+        """Say in the report what ``run`` would do; nothing that is served changes.
+
+        A server that does not know yet which step it serves finds out.
+        """
+        seen, job = self._note(self.server.look()), self.job
+        while seen.engine.identity in ("unknown", "running") and job.going and seen.engine.sound:
+            act = self._identify if seen.engine.identity == "unknown" else self._poll
+            seen = self._note(act(seen))
+        left = seen.update
+        if left is not None:
+            self.report.notes.append(f"an update to step {left.to_step} is under way or was left")
+        if job.error is not None:
+            self.report.error = job.error
+        elif not job.there(seen):
+            whole = job.options.repair or not seen.engine.sound
+            way = job.goal.way(seen.engine.step, seen.engine.state, full=whole)
+            self.report.how = "full" if way.full else "deltas"
+            self.report.deltas, self.report.bytes_fetched = way.deltas, way.nbytes
 
     def _conclude(self, seen: Seen) -> None:
         job, report, url = self.job, self.report, self.server.url
@@ -140,7 +161,7 @@ class Drive:
             return seen
         if update.id == job.id:
             self._note_own(seen, update)
-        elif update.id not in job.dead:
+        elif update.id not in job.dead and not job.options.dry_run:
             what, hint = "another client is updating the server", "wait for it, then try again"
             raise Transient(what, file=self.server.url, hint=hint)
         return seen
@@ -284,14 +305,6 @@ def unknown_weights(
         found=None if found is None else str(found),
         hint=f"deltactl apply {target} --server {url}, which writes every tensor anew",
     )
-
-
-def lost(report: Replica, target: str) -> None:
-    """Say of a server that was asked to pause, and cannot be asked any more, what is not known."""
-    report.paused = report.step_after = report.state = None
-    report.notes.append("may be paused, on the old step or on the new one")
-    if report.error is not None and report.error.hint is None:
-        report.error.hint = f"deltactl apply {target} --server {report.url}"
 
 
 def _sign(seen: Seen) -> object:

@@ -26,7 +26,10 @@ def urls_of(words: Sequence[str]) -> list[str]:
 
 
 def side_by_side(
-    work: Callable[[str], T], urls: Sequence[str], stop: threading.Event
+    work: Callable[[str], T],
+    urls: Sequence[str],
+    stop: threading.Event,
+    on_interrupt: Callable[[], None],
 ) -> tuple[list[T], bool]:
     """``work`` for each server in a thread of its own, and whether the user has interrupted it.
 
@@ -34,26 +37,29 @@ def side_by_side(
     interrupt is raised at once; the threads are left to themselves.
     """
     found: dict[str, T] = {}
+    changed = threading.Condition()  # a thread whose join is interrupted seems to have ended
 
     def one(url: str) -> None:
-        found[url] = work(url)
+        result = work(url)
+        with changed:
+            found[url] = result
+            changed.notify()
 
-    threads = [threading.Thread(target=one, args=(url,), daemon=True) for url in urls]
-    for thread in threads:
-        thread.start()
+    def wait() -> None:
+        with changed:
+            changed.wait_for(lambda: len(found) == len(urls))
+
+    for url in urls:
+        threading.Thread(target=one, args=(url,), daemon=True).start()
     interrupted = False
     try:
-        _join(threads)
+        wait()
     except KeyboardInterrupt:
         interrupted = True
         stop.set()
-        _join(threads)
+        on_interrupt()
+        wait()
     return [found[url] for url in urls], interrupted
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
 
 
 class Together:

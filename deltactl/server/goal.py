@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from deltactl.core.chain import Chain, Link
+from deltactl.core.chain import Chain, Link, delta_name
 from deltactl.core.delta import DeltaHeader, open_delta
 from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
+from deltactl.core.files import temporary_directory
 from deltactl.core.pull import wanted_step
 
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -122,12 +125,12 @@ def _size(*links: Link) -> int:
 
 
 class DeltaGoal:
-    """What a delta file leads to; the servers read the file at the same path. Raises UsageError for
-    one that names no step, Unproven for one without states, and as ``open_delta``."""
+    """What a delta file leads to; the servers read it as the object ``name`` of ``bucket``. Raises
+    UsageError for one that names no step, Unproven for one without states, and as ``open_delta``.
+    """
 
-    def __init__(self, delta: Path) -> None:
-        path = delta.resolve()
-        opened = open_delta(path)
+    def __init__(self, delta: Path, bucket: Path, name: str) -> None:
+        opened = open_delta(delta)
         opened.check_payload()
         header = opened.header
         if header.base_state is None or header.result_state is None:
@@ -136,8 +139,8 @@ class DeltaGoal:
             hint = "deltactl diff A B -o FILE --step N"
             raise UsageError("the delta names no step", file=delta, hint=hint)
         self.step, self.state = header.step, header.result_state
-        self.bucket, self.target = str(path.parent), str(delta)
-        self._path, self._header = path, header
+        self.bucket, self.target = str(bucket), str(delta)
+        self._path, self._name, self._header = delta, name, header
 
     def states(self) -> dict[str, int]:
         base = self._header.base_step
@@ -156,11 +159,33 @@ class DeltaGoal:
                 found=None if full else f"step {step}, state {state}",
                 hint=f"deltactl apply BUCKET@{self.step} --server URL",
             )
-        return Way(step, state, (self._path.name,), 1, header.nbytes, False)
+        return Way(step, state, (self._name,), 1, header.nbytes, False)
 
     def dtypes(self) -> set[str]:
         records = self._header.records.values()
         return {_FLOATS[record.dtype] for record in records if record.dtype in _FLOATS}
+
+
+@contextlib.contextmanager
+def lent(delta: Path) -> Iterator[tuple[Path, str]]:
+    """A delta file as an object of a bucket while the block runs: the bucket, and the name there.
+
+    Where the file lies in none, a directory beside it is one, with a link to the file or a copy.
+    """
+    path = delta.resolve()
+    step = open_delta(path).header.step
+    name = delta_name(step or 0)
+    if path.parts[-2:] == tuple(name.split("/")):
+        yield path.parents[1], name
+        return
+    with temporary_directory(path) as bucket:
+        place = bucket / name
+        place.parent.mkdir()
+        try:
+            os.link(path, place)
+        except OSError:
+            shutil.copyfile(path, place)
+        yield bucket, name
 
 
 def message(goal: Goal, way: Way, update: str) -> dict[str, Any]:

@@ -35,6 +35,10 @@ class Replica:
     notes: list[str] = field(default_factory=list)
     error: DeltactlError | None = None
 
+    def forget(self) -> None:
+        """What was known of the server is not known any more."""
+        self.paused = self.step_after = self.state = None
+
     def facts(self) -> dict[str, Any]:
         """JSON-ready: one row of ``replicas``."""
         error = None

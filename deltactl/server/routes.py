@@ -16,7 +16,7 @@ class Server:
     """One vLLM server. All methods raise what Wire raises, and nothing is tried twice."""
 
     def __init__(self, url: str, timeout: float) -> None:
-        self.url = url
+        self.url, self.timeout = url, timeout
         self._wire = Wire(url, timeout)
 
     def close(self) -> None:

@@ -42,14 +42,18 @@ class Do(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``pause``: what becomes of requests in flight, in vLLM's words. ``repair``: write every
-    tensor, whatever the server says it holds. ``timeout``: seconds for an answer, and for a sign of
-    progress. ``grace``: seconds in which an update that is another client's has to change, or that
-    client is taken for dead."""
+    """How a server is to be updated.
+
+    ``pause``: what becomes of requests in flight, in vLLM's words. ``repair``: write every tensor,
+    whatever the server says it holds. ``dry_run``: say what would be done. ``timeout``: seconds for
+    an answer, and for a sign of progress. ``grace``: seconds in which an update that is another
+    client's has to change, or that client is taken for dead.
+    """
 
     pause: PauseMode = "keep"
     keep_cache: bool = False
     repair: bool = False
+    dry_run: bool = False
     timeout: float = 120.0
     grace: float = 1.0
 

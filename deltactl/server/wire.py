@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import requests
 from requests.auth import AuthBase
-from urllib3.exceptions import NewConnectionError
+from urllib3.exceptions import HTTPError, NewConnectionError
 
 from deltactl.core.errors import DeltactlError, NotAllowed, Transient, UsageError
 from deltactl.core.reading import parse_json
@@ -95,13 +95,15 @@ class Wire:
                 raw = self._read(reply, path, deadline)
         except requests.RequestException as error:
             raise self._unanswered(path, error) from None
+        except HTTPError as error:  # of reading the body
+            raise self._no_answer(path, type(error).__name__) from None
         if reply.status_code != 200:
             raise self._refused(reply.status_code, path, raw)
         return parse_json(raw, self.url, what=f"the answer to {path}") if raw.strip() else {}
 
     def _read(self, reply: requests.Response, path: str, deadline: float) -> bytes:
         raw = bytearray()
-        for piece in reply.iter_content(1 << 16):
+        while piece := reply.raw.read1(1 << 16, decode_content=True):  # what has come so far
             raw += piece
             if len(raw) > _LARGEST:
                 raise self._no_answer(path, f"more than {_LARGEST} bytes")

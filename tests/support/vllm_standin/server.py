@@ -30,6 +30,7 @@ class StandIn:
         self.requests: list[str] = []
         self.headers: dict[str, str] = {}
         self.dead = False
+        self.stopped = threading.Event()  # set while a request hangs
         self._released = threading.Event()
         handler = type("BoundHandler", (_Handler,), {"standin": self})
         self._server = _Server(("127.0.0.1", port), handler)
@@ -58,7 +59,9 @@ class StandIn:
         self.release()
 
     def hang(self) -> None:
-        self._released.wait(60)  # or a test that fails would never end
+        released = self._released
+        self.stopped.set()
+        released.wait(60)  # or a test that fails would never end
 
     def kill(self) -> None:
         """As kill -9: no answer any more, and what was in memory is gone."""
@@ -122,6 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.meanwhile()
             if fault.when == "before":
                 self._suffer(fault)
+            if self.standin.dead:
+                raise _Dropped
             status, answer = self._answer(parts.path, query, body)
             if fault.when == "after":
                 self._suffer(fault)
