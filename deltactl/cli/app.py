@@ -21,6 +21,7 @@ from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
 from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
 from deltactl.cli.diff import diff
+from deltactl.cli.doctor import doctor
 from deltactl.cli.log import log
 from deltactl.cli.manual import Verb
 from deltactl.cli.output import Output
@@ -81,9 +82,13 @@ class Root(TyperGroup):
 ENVIRONMENT = {
     "DELTACTL_CACHE": "Where push keeps the tips of chains; by default deltactl below "
     "XDG_CACHE_HOME or ~/.cache.",
+    "DELTACTL_SERVER_HEADERS": "Headers for requests to vLLM servers, 'Name: value' a line, for "
+    "what stands before them; no command prints them.",
     "NO_COLOR": "If set and not empty, no colour, bold or dim text is printed.",
     "TMPDIR": "Where deltas and anchors are made ready, and where verify and copy put what they "
     "fetch, and bench what it makes; by default the system's place for that.",
+    "VLLM_API_KEY": "The key that vLLM servers, or what stands before them, ask for; no command "
+    "prints it.",
 }
 """Variables that change what commands do; the manual's table."""
 
@@ -96,7 +101,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for function in (diff, apply, push, pull, copy, verify, log, show, stats, bench, demo):
+for function in (diff, apply, push, pull, copy, verify, log, show, stats, doctor, bench, demo):
     app.command(cls=Verb)(function)
 
 

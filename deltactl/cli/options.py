@@ -81,6 +81,24 @@ Bandwidth = Annotated[
         show_default=False,
     ),
 ]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        metavar="URL",
+        help="A running vLLM server, as http://HOST:PORT; give the option once for each.",
+        show_default=False,
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.1,
+        help="For how long a server may not answer, or make no progress.",
+    ),
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", "-n", help="Say what would be done, and do nothing.")
 ]

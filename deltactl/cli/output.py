@@ -60,18 +60,18 @@ class Output:
         """Say on stderr what the user has to know though the command goes on; also with --quiet."""
         self._say("warning:", "yellow", text)
 
-    def fault(self, error: DeltactlError) -> None:
+    def fault(self, error: DeltactlError, *, hint: bool = False) -> None:
         """Say on stderr what is wrong, in the midst of a command that goes on to its own result."""
         self._say("error:", "red", str(error))
+        if hint and error.hint:
+            self._say("hint:", "cyan", error.hint)
 
     def failure(self, error: DeltactlError, code: int) -> None:
         """Say why the command ends: on stderr, and as its one JSON object with ``--json``."""
         if self.mode == "json" and not self._answered:
             facts = {**error.facts(), "hint": error.hint, "exit_code": code}
             self.result({"error": facts}, list)
-        self.fault(error)
-        if error.hint:
-            self._say("hint:", "cyan", error.hint)
+        self.fault(error, hint=True)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:

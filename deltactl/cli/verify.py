@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -11,11 +11,25 @@ import typer
 from deltactl.cli import text
 from deltactl.cli.exits import UNSOUND
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Jobs, Json, LimitRate, Quiet, delta_file, is_delta, output
+from deltactl.cli.options import (
+    Jobs,
+    Json,
+    LimitRate,
+    Quiet,
+    Servers,
+    Timeout,
+    bucket_and_step,
+    delta_file,
+    is_delta,
+    output,
+)
+from deltactl.cli.output import Output
+from deltactl.cli.servers import exit_of, row_of, say_interrupted
 from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
     from deltactl.core.verify import VerifyReport
+    from deltactl.server.audit import Audited
 
 Level = Literal["links", "data", "rebuild"]
 
@@ -31,13 +45,17 @@ Level = Literal["links", "data", "rebuild"]
         "bytes_read": "how much was read",
         "requests": "in how many requests to the bucket, the listing counted as one; what is read "
         "in place takes none",
+        "replicas": "with --server, beside ok alone, of each server: url, ok, step and state (null "
+        "if not known), checked (tensors compared), differing and unaudited (names), error (what, "
+        "file, tensor, step, expected, found, hint, exit_code; null if nothing is wrong)",
     },
-    exits=[3, 4, 5, 10],
+    exits=[3, 4, 5, 10, 11],
     exit_3="something is wrong, or unproven and --accept-unproven was not given",
     examples=[
         "deltactl verify /mnt/chain",
         "deltactl verify /mnt/chain --level rebuild --json",
         "deltactl verify /mnt/chain --against step_11 --step 11",
+        "deltactl verify /mnt/chain@11 --server http://a:8000",
     ],
 )
 def verify(
@@ -45,7 +63,9 @@ def verify(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="BUCKET|DELTA", help="A chain's bucket, or a delta file (- is stdin)."
+            metavar="BUCKET|DELTA",
+            help="A chain's bucket, or a delta file (- is stdin). With --server a bucket, or "
+            "BUCKET@STEP.",
         ),
     ],
     level: Annotated[
@@ -67,7 +87,13 @@ def verify(
         ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", metavar="N", min=0, help="The step for --against.")
+        int | None,
+        typer.Option(
+            "--step",
+            metavar="N",
+            min=0,
+            help="The step for --against, or the one that servers have to be on.",
+        ),
     ] = None,
     accept_unproven: Annotated[
         bool,
@@ -75,16 +101,25 @@ def verify(
             "--accept-unproven", help="Accept links without digests, such as those that TRL wrote."
         ),
     ] = False,
+    servers: Servers = None,
+    timeout: Timeout = 120.0,
     jobs: Jobs = None,
     limit_rate: LimitRate = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prove that a chain is whole, or that a delta is sound.
+    """Prove that a chain is whole, that a delta is sound, or that servers hold a step's weights.
 
     Goes on after the first fault and reports all. A bucket without links fails.
+
+    With --server the chain's headers alone are read. Each server, which goes on serving, adds up
+    its live weights, and they are compared with what the chain says of the step that it is on.
     """
     screen = output(ctx, json=json, quiet=quiet)
+    if servers:
+        if against is not None or limit_rate is not None or is_delta(target):
+            raise UsageError("--server takes a bucket, no --against and no --limit-rate")
+        return _audit(screen, target, step, servers, timeout, jobs, accept_unproven)
     if is_delta(target) and (against is not None or step is not None):
         raise UsageError("--against and --step are for chains", file=target)
     with screen.progress() as progress:
@@ -121,6 +156,51 @@ def verify(
         screen.warn(f"unproven: {_as_error(doubt)}")
     if not report.ok or (report.unproven and not accept_unproven):
         raise typer.Exit(UNSOUND)
+
+
+def _audit(
+    screen: Output,
+    target: str,
+    step: int | None,
+    servers: Sequence[str],
+    timeout: float,
+    jobs: int | None,
+    accept_unproven: bool,
+) -> None:
+    from deltactl.bucket import open_bucket
+    from deltactl.server.audit import audit_servers
+
+    name, named = bucket_and_step(target) or (target, None)
+    if named is not None and step not in (None, named):
+        raise UsageError("two steps are named", expected=f"@{named} or --step {step}")
+    found, interrupted = audit_servers(
+        open_bucket(name, jobs=jobs),
+        step if named is None else named,
+        servers,
+        timeout=timeout,
+        on_interrupt=say_interrupted(screen),
+    )
+    rows = [row_of(audited.facts(), audited.error) for audited in found]
+    screen.result({"ok": all(row["ok"] for row in rows), "replicas": rows}, lambda: _audits(found))
+    for audited in found:
+        if audited.error is not None:
+            screen.fault(audited.error, hint=True)
+        for tensor in audited.unaudited:
+            screen.warn(f"unproven: {audited.url}, tensor {tensor!r}: it could not be looked at")
+    code = exit_of([audited.error for audited in found], interrupted)
+    unproven = any(audited.unaudited for audited in found) and not accept_unproven
+    if code or unproven:
+        raise typer.Exit(code or UNSOUND)
+
+
+def _audits(found: Sequence[Audited]) -> Iterable[str]:
+    for audited in found:
+        step = "unknown weights" if audited.step is None else f"step {audited.step}"
+        if audited.error is None:
+            compared = text.plural(audited.checked, "tensor")
+            yield f"{audited.url}  {step}: {compared} compared, nothing is wrong"
+        else:
+            yield f"{audited.url}  {step}: failed"
 
 
 def _as_error(facts: dict[str, Any]) -> DeltactlError:

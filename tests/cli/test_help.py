@@ -45,6 +45,7 @@ WRITES = ("push", "copy")
 
 def test_the_commands() -> None:
     expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "bench"]
+    expected[-1:-1] = ["doctor"]
     expected += ["demo"]
     assert list(VERBS) == expected
 

@@ -1,0 +1,168 @@
+"""What servers hold, compared with the chain while they serve."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from deltactl.core.chain import Chain, read_chain
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unproven
+from deltactl.core.store import Bucket
+from deltactl.server.fleet import as_error, side_by_side, urls_of
+from deltactl.server.preflight import check_plugin, check_routes, check_version
+from deltactl.server.routes import Server
+from deltactl.server.state import Audit, Engine
+
+_FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
+
+
+@dataclass(slots=True)
+class Audited:
+    """What a server holds. ``step``, ``state``: as it says, None where not known; ``checked``:
+    tensors whose sums were compared; ``differing``: those whose bits are others; ``unaudited``:
+    those that could not be looked at. ``error``: None where all is as the chain says."""
+
+    url: str
+    step: int | None = None
+    state: str | None = None
+    checked: int = 0
+    differing: tuple[str, ...] = ()
+    unaudited: tuple[str, ...] = ()
+    error: DeltactlError | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready: one row of ``replicas``."""
+        error = None
+        if self.error is not None:
+            error = {**self.error.facts(), "hint": self.error.hint}
+        return {
+            "url": self.url,
+            "ok": self.error is None,
+            "step": self.step,
+            "state": self.state,
+            "checked": self.checked,
+            "differing": list(self.differing),
+            "unaudited": list(self.unaudited),
+            "error": error,
+        }
+
+
+def audit_servers(
+    bucket: Bucket,
+    step: int | None,
+    urls: Sequence[str],
+    *,
+    timeout: float,
+    on_interrupt: Callable[[], None] = lambda: None,
+) -> tuple[list[Audited], bool]:
+    """Have each server add up its live weights, and compare with what the chain says of its step.
+
+    ``step``: the one that it has to be on; None for any of the chain's. Also whether the user has
+    interrupted it. Raises what reading the chain raises, UsageError.
+    """
+    urls, chain, stop = urls_of(urls), read_chain(bucket), threading.Event()
+    if step is not None and not chain.links_at(step):
+        chain.path(step)  # says why
+
+    def one(url: str) -> Audited:
+        report = Audited(url)
+        try:
+            server = Server(url, timeout)
+            try:
+                _audit(server, chain, step, report, stop)
+            finally:
+                server.close()
+        except Exception as error:
+            report.error = as_error(error)
+        return report
+
+    return side_by_side(one, urls, stop, on_interrupt)
+
+
+def _audit(
+    server: Server, chain: Chain, step: int | None, report: Audited, stop: threading.Event
+) -> None:
+    check_version(server)
+    check_routes(server)
+    engine = check_plugin(server)
+    states = {state: at for at in chain.steps if (state := chain.state_at(at)) is not None}
+    wait = _Patience(server, stop)
+    if engine.identity != "known" or engine.step is None:
+        engine = server.engine("deltactl_identify", bucket_states=states)
+        engine = wait.until(engine, lambda e: e.identity != "running")
+    if engine.mapped is None and engine.identity == "known":
+        engine = server.engine("deltactl_map")
+    report.step, report.state = engine.step, engine.state
+    _check_state(server, chain, step, engine, states)
+    engine = server.engine("deltactl_audit")
+    while (audit := engine.audit) is not None and audit.phase == "running":
+        wait.a_while()
+        engine = server.engine("deltactl_audit_seal")
+    if audit is None or audit.phase != "done":
+        raise engine.error or DeltactlError("the server could not look at its weights")
+    _judge(server, chain, audit, report)
+
+
+def _check_state(
+    server: Server, chain: Chain, step: int | None, engine: Engine, states: dict[str, int]
+) -> None:
+    """Raise Conflict unless the server is on a step of the chain, and on the one asked for."""
+    if engine.poisoned is not None:
+        raise engine.poisoned
+    if engine.identity == "failed" and engine.error is not None:
+        raise engine.error
+    expected = "a state of the chain" if step is None else f"state {chain.state_at(step)}"
+    known = engine.state in states if step is None else engine.state == chain.state_at(step)
+    if not known:
+        raise Conflict(
+            "the server is on another step"
+            if step is not None
+            else "the server is on no step of the chain",
+            file=server.url,
+            step=step,
+            expected=expected,
+            found=f"step {engine.step}, state {engine.state}",
+            hint=f"deltactl apply {chain.url}@{step or chain.tip} --server {server.url}",
+        )
+
+
+def _judge(server: Server, chain: Chain, audit: Audit, report: Audited) -> None:
+    report.checked, report.differing = audit.checked, audit.differing
+    report.unaudited = audit.unaudited
+    if audit.differing:
+        raise Malformed(
+            "the live weights are not those of the step",
+            file=server.url,
+            step=report.step,
+            tensor=audit.differing[0],
+            found=f"{len(audit.differing)} of {audit.checked} tensors differ",
+            hint=f"deltactl apply {chain.url}@{report.step} --server {server.url} --repair",
+        )
+    if not audit.checked:
+        raise Unproven("no tensor could be looked at", file=server.url, step=report.step)
+
+
+class _Patience:
+    """Waits between two looks, for no longer than an answer may take."""
+
+    def __init__(self, server: Server, stop: threading.Event) -> None:
+        self._server, self._stop, self._pause = server, stop, _FIRST_POLL
+        self._until = monotonic() + server.timeout
+
+    def a_while(self) -> None:
+        """Raises Transient once it has been too long, DeltactlError where it was interrupted."""
+        if self._stop.wait(self._pause):
+            raise DeltactlError("interrupted", file=self._server.url)
+        self._pause = min(self._pause * 1.5, _LONGEST_POLL)
+        if monotonic() > self._until:
+            found = f"no end in {self._server.timeout:g} seconds"
+            raise Transient("the server's work hangs", file=self._server.url, found=found)
+
+    def until(self, engine: Engine, done: Callable[[Engine], bool]) -> Engine:
+        while not done(engine):
+            self.a_while()
+            engine = self._server.engine("deltactl_state")
+        return engine

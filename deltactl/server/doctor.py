@@ -1,0 +1,146 @@
+"""What stands between a server and an update, in plain words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from deltactl import __version__
+from deltactl.core.errors import DeltactlError
+from deltactl.server.preflight import (
+    check_configuration,
+    check_routes,
+    check_version,
+    no_plugin,
+)
+from deltactl.server.routes import Server
+from deltactl.server.state import WRITTEN, Engine
+
+Level = Literal["ok", "warn", "error"]
+
+_SHOWN = 5  # names of tensors
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``check``: one word for scripts; ``what``: a sentence; ``hint``: what to do, if anything."""
+
+    level: Level
+    check: str
+    what: str
+    hint: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"level": self.level, "check": self.check, "what": self.what, "hint": self.hint}
+
+
+def examine(url: str, timeout: float = 30.0) -> list[Finding]:
+    """Look at one server and change nothing. Ends at what keeps from looking further."""
+    server = Server(url, timeout)
+    try:
+        return list(_findings(server))
+    finally:
+        server.close()
+
+
+def _findings(server: Server) -> Iterator[Finding]:
+    check = "reachable"
+    try:
+        yield Finding("ok", check, f"answers, vLLM {check_version(server)}")
+        yield from _health(server)
+        check = "routes"
+        paused = check_routes(server)
+        yield Finding("ok", check, "the control routes are there")
+        yield _exposed(server.url)
+        check = "plugin"
+        check_configuration(server.configuration(), server.url)
+        engine = server.engine("deltactl_state")
+    except DeltactlError as error:
+        yield _of_error(check, error)
+        return
+    yield _plugin(engine, server.url)
+    yield from _weights(engine)
+    yield from _map(engine)
+    yield from _at_rest(engine, paused, server)
+
+
+def _of_error(check: str, error: DeltactlError) -> Finding:
+    return Finding("error", check, str(error), error.hint)
+
+
+def _health(server: Server) -> Iterator[Finding]:
+    try:
+        server.health()
+    except DeltactlError as error:
+        what = f"vLLM's engine is not well: {error.found or error.what}"
+        yield Finding("error", "health", what, "see the server's log; it has to be restarted")
+
+
+def _exposed(url: str) -> Finding:
+    what = (
+        "whoever reaches this port can pause the server and change its weights: --api-key does not "
+        "guard the control routes"
+    )
+    hint = "let nobody but the trainer reach it: a firewall, or a proxy that passes /v1 alone"
+    if urlsplit(url).hostname in _LOOPBACK:
+        hint += "; see that vLLM listens on 127.0.0.1 alone"
+    return Finding("warn", "exposed", what, hint)
+
+
+def _plugin(engine: Engine, url: str) -> Finding:
+    known = f"deltactl {engine.version}, {engine.world_size} rank" + "s" * (engine.world_size > 1)
+    if not engine.backend:
+        return _of_error("plugin", no_plugin(url, "another weight-transfer backend"))
+    if engine.version != __version__:
+        hint = "install the same version on both sides"
+        return Finding("warn", "plugin", f"{known}; here is deltactl {__version__}", hint)
+    return Finding("ok", "plugin", f"{known}, weights in {engine.dtype} from {engine.model}")
+
+
+def _weights(engine: Engine) -> Iterator[Finding]:
+    if engine.poisoned is not None:
+        what = f"the weights are in an unknown state: {engine.poisoned}"
+        yield Finding("error", "weights", what, "deltactl apply BUCKET@STEP --server URL")
+    elif engine.identity == "failed":
+        what = f"the server cannot tell which weights it started with: {engine.error}"
+        yield Finding("error", "weights", what)
+    elif engine.state is None:
+        yield Finding("ok", "weights", "not identified yet; the first apply does that")
+    else:
+        step = "a state that no chain named" if engine.step is None else f"step {engine.step}"
+        yield Finding("ok", "weights", f"{step}, state {engine.state}")
+
+
+def _map(engine: Engine) -> Iterator[Finding]:
+    if engine.unmapped:
+        yield Finding(
+            "warn",
+            "map",
+            f"{len(engine.unmapped)} of {engine.mapped} tensors are not written element by "
+            f"element, but by vLLM's own loader, which takes longer: {_listed(engine.unmapped)}",
+        )
+
+
+def _listed(names: Mapping[str, str]) -> str:
+    shown = [f"{name} ({why})" for name, why in list(names.items())[:_SHOWN]]
+    more = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _at_rest(engine: Engine, paused: bool, server: Server) -> Iterator[Finding]:
+    update, again = engine.update, "deltactl apply BUCKET@STEP --server URL carries it to an end"
+    if update is not None:
+        written = "written" if update.phase == WRITTEN else update.phase
+        what = f"an update to step {update.to_step} is under way or was left so ({written})"
+        yield Finding("warn", "update", what, again)
+    elif engine.session:
+        yield Finding("warn", "update", "a weight update was opened and not closed", again)
+    if paused and update is None:
+        what = "the server is paused, by somebody else; apply leaves it so"
+        yield Finding("warn", "paused", what, f"curl -X POST {server.url}/resume")
+    elif paused:
+        yield Finding("warn", "paused", "the server is paused for the update", again)

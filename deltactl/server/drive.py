@@ -1,0 +1,316 @@
+"""One server's way to a step: decide by what is seen, do it, and look again where in doubt."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient
+from deltactl.server.goal import Way, message
+from deltactl.server.report import Replica
+from deltactl.server.routes import Server
+from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, Update
+from deltactl.server.update import HELD, Do, Job, decide
+from deltactl.server.wire import Refused
+
+_TRIES = 2  # of anything that fails
+_STAGINGS = 3  # an update, once more where the server has lost it, a repair
+_MOST = 20  # times that anything but a poll is done on one way: more is a circle
+_FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
+
+_TO_REST = frozenset({Do.FINISH, Do.CLEAR, Do.RESUME, Do.ACKNOWLEDGE, Do.LABEL})
+"""Where these fail there is nothing left to fall back on."""
+
+
+class Drive:
+    """Brings one server to a goal. ``progress``: told of the bytes staged, and of how many."""
+
+    def __init__(
+        self, server: Server, job: Job, report: Replica, progress: Callable[[int, int], None]
+    ) -> None:
+        self.server, self.job, self.report, self._progress = server, job, report, progress
+        self._acts: dict[Do, Callable[[Seen], Seen]] = {
+            Do.IDENTIFY: self._identify,
+            Do.MAP: self._map,
+            Do.STAGE: self._stage,
+            Do.WAIT: self._poll,
+            Do.SEAL: self._seal,
+            Do.PAUSE: self._pause,
+            Do.START: self._start,
+            Do.COMMIT: self._commit,
+            Do.FINISH: self._finish,
+            Do.CLEAR: self._clear,
+            Do.RESUME: self._resume,
+            Do.ACKNOWLEDGE: self._acknowledge,
+            Do.LABEL: self._set_label,
+            Do.END: self._confirm,
+        }
+        self._failures: Counter[Do] = Counter()
+        self._done: Counter[Do] = Counter()
+        self._way: Way | None = None
+        self._staged_paused = False
+        self._staging_since = self._paused_since = 0.0
+        self._wait = _FIRST_POLL
+        self._sign: tuple[object, float] = (None, 0.0)
+
+    def run(self) -> None:
+        """Go as far as it goes; what became of it is in the report and the job.
+
+        Raises what kept even from looking, and what kept the server from coming to rest.
+        """
+        seen = self._note(self._first_look())
+        while (do := decide(seen, self.job)) is not Do.END or not seen.certain:
+            self._done[do] += 1
+            if do is not Do.WAIT and self._done[do] > _MOST:
+                raise DeltactlError("the update goes round in circles", file=self.server.url)
+            try:
+                seen = self._acts[do](seen)
+            except DeltactlError as error:
+                self._failed(do, error, seen)
+                self.report.forget()
+                seen = self._look()
+            self._note(seen)
+        self._conclude(seen)
+
+    def plan(self) -> None:
+        """Say in the report what ``run`` would do; nothing that is served changes.
+
+        A server that does not know yet which step it serves finds out.
+        """
+        seen, job = self._note(self.server.look()), self.job
+        while seen.engine.identity in ("unknown", "running") and job.going and seen.engine.sound:
+            act = self._identify if seen.engine.identity == "unknown" else self._poll
+            seen = self._note(act(seen))
+        left = seen.update
+        if left is not None:
+            self.report.notes.append(f"an update to step {left.to_step} is under way or was left")
+        if job.error is not None:
+            self.report.error = job.error
+        elif not job.there(seen):
+            whole = job.options.repair or not seen.engine.sound
+            way = job.goal.way(seen.engine.step, seen.engine.state, full=whole)
+            self.report.how = "full" if way.full else "deltas"
+            self.report.deltas, self.report.bytes_fetched = way.deltas, way.nbytes
+
+    def _conclude(self, seen: Seen) -> None:
+        job, report, url = self.job, self.report, self.server.url
+        report.error = job.error
+        if report.error is None and not job.there(seen):
+            report.error = DeltactlError("interrupted before the weights were written", file=url)
+        if seen.paused and job.held:
+            report.notes.append("was paused already, and is left paused")
+        if not seen.engine.sound:
+            report.error = unknown_weights(seen, url, job.goal.target, report.error)
+
+    def _failed(self, do: Do, error: DeltactlError, seen: Seen) -> None:
+        """Once is no reason to give up, where another try may go better."""
+        self._failures[do] += 1
+        if isinstance(error, Transient | Refused) and self._failures[do] < _TRIES:
+            return
+        if do in _TO_REST and not seen.engine.sound:
+            raise unknown_weights(seen, self.server.url, self.job.goal.target, error)
+        if do in _TO_REST:
+            raise error
+        self.job.error = self.job.error or error
+
+    # Looking.
+
+    def _look(self) -> Seen:
+        """The server as it is. Looking changes nothing, so it is simply tried again."""
+        for _ in range(_TRIES - 1):
+            try:
+                return self.server.look()
+            except Transient:
+                self.job.stop.wait(self._wait)
+        return self.server.look()
+
+    def _first_look(self) -> Seen:
+        """As it was found. An update that nobody carries on is of a client that died."""
+        seen = self.server.look()
+        deadline = monotonic() + self.job.options.timeout
+        while (left := seen.update) is not None and not self.job.stop.is_set():
+            before = seen
+            self.job.stop.wait(self.job.options.grace)
+            seen = self._look()
+            if _sign(seen) == _sign(before) and left.phase != "staging":
+                self.job.dead.add(left.id)
+                self.report.notes.append(f"went on where an update to step {left.to_step} was left")
+                break
+            if monotonic() > deadline:
+                break
+        ours = left is not None and not left.id.endswith(HELD)
+        self.job.held = seen.paused and seen.engine.sound and not ours
+        return seen
+
+    def _note(self, seen: Seen) -> Seen:
+        """Remember what is seen for the first time."""
+        job, engine, update = self.job, seen.engine, seen.update
+        if self.report.step_before is None and not job.id:
+            self.report.step_before = engine.step
+        self.report.step_after, self.report.state = engine.step, engine.state
+        self.report.paused = seen.paused
+        if seen.certain and not seen.paused:
+            job.still = False
+        if engine.identity == "failed" and job.going:
+            job.error = engine.error or DeltactlError("the server could not identify its weights")
+        if update is None:
+            return seen
+        if update.id == job.id:
+            self._note_own(seen, update)
+        elif update.id not in job.dead and not job.options.dry_run:
+            what, hint = "another client is updating the server", "wait for it, then try again"
+            raise Transient(what, file=self.server.url, hint=hint)
+        return seen
+
+    def _note_own(self, seen: Seen, update: Update) -> None:
+        job, report = self.job, self.report
+        report.bytes_fetched = max(report.bytes_fetched, update.fetched_bytes)
+        if update.phase == "ready" and seen.certain and seen.paused:
+            job.held = job.held or not (job.asked or self._staged_paused)  # it was meanwhile
+        if update.phase == WRITTEN:
+            job.repaired = update.full
+            report.how = "full" if update.full else "deltas"
+            report.deltas = self._way.deltas if self._way else 0
+            report.elements, report.reloaded = update.elements, update.reloaded
+        repairable = not seen.engine.sound and not update.full
+        if update.phase in UNWRITTEN and job.going and not repairable:
+            job.error = update.error or DeltactlError("the server could not load the update")
+            if isinstance(job.error, Conflict) and job.error.hint is None:
+                job.error.hint = (
+                    f"deltactl apply {job.goal.target} --server {self.server.url} --repair"
+                )
+
+    def _poll(self, seen: Seen) -> Seen:
+        """Wait a while, then look at what can have changed. Raises Transient where nothing does."""
+        self.job.stop.wait(self._wait)
+        self._wait = min(self._wait * 1.5, _LONGEST_POLL)
+        seen = self._told(seen, "deltactl_state")
+        update, now = seen.update, monotonic()
+        if update is not None and self._way is not None:
+            self._progress(update.fetched_bytes, self._way.nbytes)
+        if self._sign[0] != _sign(seen):
+            self._sign = (_sign(seen), now)
+        elif now - self._sign[1] > self.job.options.timeout:
+            self._failures[Do.WAIT] = _TRIES
+            found = f"no progress in {self.job.options.timeout:g} seconds"
+            raise Transient("the server's work hangs", file=self.server.url, found=found)
+        return seen
+
+    def _confirm(self, seen: Seen) -> Seen:
+        """Before the end is told: what was only concluded so far is looked at."""
+        return self._look()
+
+    # Doing: what is answered well need not be looked at again.
+
+    def _told(self, seen: Seen, method: str, **arguments: Any) -> Seen:
+        """Call a method of the plugin; its reply says how the engine is, and nothing of vLLM."""
+        return replace(seen, engine=self.server.engine(method, **arguments), certain=False)
+
+    def _identify(self, seen: Seen) -> Seen:
+        self.job.named = seen.engine.identity == "known"
+        return self._told(seen, "deltactl_identify", bucket_states=dict(self.job.goal.states()))
+
+    def _map(self, seen: Seen) -> Seen:
+        seen = self._told(seen, "deltactl_map")
+        if seen.engine.mapped is None:
+            raise seen.engine.error or DeltactlError("the server records no map of its weights")
+        return seen
+
+    def _stage(self, seen: Seen) -> Seen:
+        job, engine = self.job, seen.engine
+        if self._done[Do.STAGE] > _STAGINGS:
+            raise DeltactlError("the server does not keep what it stages", file=self.server.url)
+        whole = job.options.repair or not engine.sound
+        self._way = job.goal.way(engine.step, engine.state, full=whole)
+        job.dead.add(job.id)
+        job.id = secrets.token_hex(8) + (HELD if seen.paused and job.held else "")
+        job.cleared, self._staged_paused = False, seen.paused
+        self._wait, self._staging_since = _FIRST_POLL, monotonic()
+        seen = self._told(seen, "deltactl_stage", update=message(job.goal, self._way, job.id))
+        if seen.update is None and seen.engine.error is not None:
+            raise seen.engine.error
+        return seen
+
+    def _seal(self, seen: Seen) -> Seen:
+        self.server.engine("deltactl_seal", id=self.job.id)
+        self.report.seconds_staging = monotonic() - self._staging_since
+        return self._look()
+
+    def _pause(self, seen: Seen) -> Seen:
+        if not self.job.asked:
+            self._paused_since = monotonic()
+        self.job.asked = True
+        options = self.job.options
+        self.server.pause(options.pause, clear_cache=not options.keep_cache)
+        self.job.still = True
+        return seen.expect(paused=True)
+
+    def _start(self, seen: Seen) -> Seen:
+        self.server.start()
+        return seen.expect(session=True)
+
+    def _commit(self, seen: Seen) -> Seen:
+        self.server.commit(self.job.id)
+        return self._told(seen, "deltactl_state")
+
+    def _finish(self, seen: Seen) -> Seen:
+        written = seen.update is not None and seen.update.phase == WRITTEN and seen.engine.sound
+        label = str(seen.engine.step) if written else seen.label
+        self.server.finish(label if written else None)
+        return seen.expect(session=False, label=label)
+
+    def _clear(self, seen: Seen) -> Seen:
+        if not self.job.still:  # the pause that clears the rest is another client's
+            self.server.clear_inputs()
+        if not self.server.clear_prefixes():
+            self.server.pause(self.job.options.pause, clear_cache=True)
+        self.job.cleared = True
+        return seen.expect()
+
+    def _resume(self, seen: Seen) -> Seen:
+        self.server.resume()
+        if self.job.asked:
+            before = self.report.seconds_paused or 0.0
+            self.report.seconds_paused = before + monotonic() - self._paused_since
+        self.job.asked = self.job.still = False
+        return seen.expect(paused=False)
+
+    def _acknowledge(self, seen: Seen) -> Seen:
+        assert seen.update is not None
+        method = "deltactl_done" if seen.update.written else "deltactl_discard"
+        after = self._told(seen, method, id=seen.update.id)
+        if after.update is not None and after.update.id == seen.update.id:
+            raise after.engine.error or DeltactlError("the server does not let go of the update")
+        return after
+
+    def _set_label(self, seen: Seen) -> Seen:
+        label = str(self.job.goal.step)
+        self.server.set_label(label)
+        return seen.expect(label=label)
+
+
+def unknown_weights(
+    seen: Seen, url: str, target: str, cause: DeltactlError | None
+) -> DeltactlError:
+    """The error for a server whose weights nobody knows."""
+    state = "it is left paused" if seen.paused else "and it is NOT paused: it serves them"
+    found = cause or seen.engine.poisoned
+    return Malformed(
+        f"the server's weights are in an unknown state; {state}",
+        file=url,
+        found=None if found is None else str(found),
+        hint=f"deltactl apply {target} --server {url}, which writes every tensor anew",
+    )
+
+
+def _sign(seen: Seen) -> object:
+    """What changes while a server, or another client, is at work."""
+    update = seen.update
+    if update is None:
+        return (seen.engine.identity,)
+    staged = (update.fetched_bytes, update.elements, sorted((update.seconds or {}).items()))
+    return (seen.engine.identity, seen.paused, seen.engine.session, update.id, update.phase, staged)

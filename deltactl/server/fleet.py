@@ -1,0 +1,89 @@
+"""Many servers side by side: none waits for another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.core.progress import Progress
+from deltactl.server.wire import server_url
+
+T = TypeVar("T")
+
+
+def urls_of(words: Sequence[str]) -> list[str]:
+    """The servers' addresses. Raises UsageError for none, for what is no address, and for one that
+    is named twice."""
+    urls = [server_url(word) for word in words]
+    if not urls:
+        raise UsageError("no server is named", expected="--server URL")
+    for url in urls:
+        if urls.count(url) > 1:
+            raise UsageError("a server is named twice", file=url)
+    return urls
+
+
+def side_by_side(
+    work: Callable[[str], T],
+    urls: Sequence[str],
+    stop: threading.Event,
+    on_interrupt: Callable[[], None],
+) -> tuple[list[T], bool]:
+    """``work`` for each server in a thread of its own, and whether the user has interrupted it.
+
+    ``work`` raises nothing, and ends soon once ``stop`` is set, which an interrupt does. A second
+    interrupt is raised at once; the threads are left to themselves.
+    """
+    found: dict[str, T] = {}
+    changed = threading.Condition()  # a thread whose join is interrupted seems to have ended
+
+    def one(url: str) -> None:
+        result = work(url)
+        with changed:
+            found[url] = result
+            changed.notify()
+
+    def wait() -> None:
+        with changed:
+            changed.wait_for(lambda: len(found) == len(urls))
+
+    for url in urls:
+        threading.Thread(target=one, args=(url,), daemon=True).start()
+    interrupted = False
+    try:
+        wait()
+    except KeyboardInterrupt:
+        interrupted = True
+        stop.set()
+        on_interrupt()
+        wait()
+    return [found[url] for url in urls], interrupted
+
+
+class Together:
+    """One progress of all servers: bytes done and to do, added up."""
+
+    def __init__(self, progress: Progress, what: str) -> None:
+        self._progress, self._what = progress, what
+        self._lock = threading.Lock()
+        self._known: dict[str, tuple[int, int]] = {}
+
+    def of(self, url: str) -> Callable[[int, int], None]:
+        """What one server's part is told to."""
+
+        def tell(done: int, total: int) -> None:
+            with self._lock:
+                self._known[url] = (min(done, total), total)
+                sums = [sum(column) for column in zip(*self._known.values(), strict=True)]
+                self._progress(self._what, *sums)
+
+        return tell
+
+
+def as_error(error: Exception) -> DeltactlError:
+    """What came of one server's work, as an error of ours; a fault in the program stays one."""
+    if isinstance(error, DeltactlError):
+        return error
+    return DeltactlError(f"internal error: {type(error).__name__}: {error}", hint="report this")

@@ -1,0 +1,202 @@
+"""Where a server is to go, and which links lead there from what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from deltactl.core.chain import Chain, Link, delta_name
+from deltactl.core.delta import DeltaHeader, open_delta
+from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
+from deltactl.core.files import temporary_directory
+from deltactl.core.pull import wanted_step
+
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What the server is told to stage. ``full``: every tensor, whatever is live; then ``links``
+    begins with the anchor. ``links``: names of objects; ``nbytes``: what they are to fetch."""
+
+    from_step: int | None
+    from_state: str | None
+    links: tuple[str, ...]
+    deltas: int
+    nbytes: int
+    full: bool
+
+
+class Goal(Protocol):
+    """A step that servers are to serve.
+
+    ``bucket``: the address that the servers read it from; ``target``: what the user typed.
+    """
+
+    step: int
+    state: str
+    bucket: str
+    target: str
+
+    def states(self) -> Mapping[str, int]:
+        """The states that the goal's chain knows, and the step that each of them is."""
+        ...
+
+    def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+        """How to get there from a state, by the fewest bytes. ``step``: the server's own word for
+        it; ``full``: whatever is live. Raises Conflict, Malformed, NotFound."""
+        ...
+
+    def dtypes(self) -> set[str]:
+        """The floating types of its tensors, in torch's words; empty where it has none."""
+        ...
+
+
+class ChainGoal:
+    """A step of a chain, by default its tip. Raises as ``wanted_step``; Unproven for TRL's."""
+
+    def __init__(self, chain: Chain, step: int | None) -> None:
+        self._chain, self.bucket = chain, chain.url
+        self.step = wanted_step(chain, step)
+        if not chain.links_at(self.step):
+            chain.path(self.step)  # says why
+        state = chain.state_at(self.step)
+        self.target = f"{chain.url}@{self.step}"
+        if state is None:
+            raise Unproven(
+                "the chain names no states, so a running server could not prove what it serves",
+                file=chain.url,
+                step=self.step,
+                hint=f"deltactl apply {self.target} --via reload --reload-dir DIR --server URL",
+            )
+        self.state = state
+
+    def states(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for step in self._chain.steps:
+            state = self._chain.state_at(step)
+            if state is not None and (step <= self.step or state not in found):
+                found[state] = step
+        return found
+
+    def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+        near = None if full or state is None else self._near(step, state)
+        try:
+            anchor, deltas = self._chain.path(self.step)
+        except DeltactlError:
+            if near is None:
+                raise
+            return near
+        links = (anchor, *deltas)
+        if near is not None and near.nbytes < _size(*links):
+            return near
+        return Way(step, state, _names(*links), len(deltas), _size(*links), True)
+
+    def _near(self, step: int | None, state: str) -> Way | None:
+        """The deltas from a state of the chain; None for one that is none, or no earlier one."""
+        if step is None or self._chain.state_at(step) != state:
+            step = self.states().get(state)
+        if step is None or step >= self.step:
+            return None
+        with contextlib.suppress(DeltactlError):
+            links = self._chain.path_from(step, self.step)
+            return Way(step, state, _names(*links), len(links), _size(*links), False)
+        return None
+
+    def dtypes(self) -> set[str]:
+        for step in reversed(self._chain.anchors):
+            header = self._chain.anchors[step].header
+            assert not isinstance(header, DeltaHeader)
+            return {_FLOATS[t.dtype] for t in header.tensors if t.dtype in _FLOATS}
+        return set()
+
+
+def _names(*links: Link) -> tuple[str, ...]:
+    return tuple(link.name for link in links)
+
+
+def _size(*links: Link) -> int:
+    return sum(link.bytes for link in links)
+
+
+class DeltaGoal:
+    """What a delta file leads to; the servers read it as the object ``name`` of ``bucket``. Raises
+    UsageError for one that names no step, Unproven for one without states, and as ``open_delta``.
+    """
+
+    def __init__(self, delta: Path, bucket: Path, name: str) -> None:
+        opened = open_delta(delta)
+        opened.check_payload()
+        header = opened.header
+        if header.base_state is None or header.result_state is None:
+            raise Unproven("the delta names no states", file=delta)
+        if header.step is None:
+            hint = "deltactl diff A B -o FILE --step N"
+            raise UsageError("the delta names no step", file=delta, hint=hint)
+        self.step, self.state = header.step, header.result_state
+        self.bucket, self.target = str(bucket), str(delta)
+        self._path, self._name, self._header = delta, name, header
+
+    def states(self) -> dict[str, int]:
+        base = self._header.base_step
+        known = {} if base is None else {str(self._header.base_state): base}
+        return {**known, self.state: self.step}
+
+    def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+        header = self._header
+        if full or state != header.base_state:
+            what = "the server does not hold the state that the delta stands on"
+            raise Conflict(
+                what if not full else "a delta alone cannot make a server's weights anew",
+                file=self._path,
+                step=self.step,
+                expected=f"state {header.base_state}",
+                found=None if full else f"step {step}, state {state}",
+                hint=f"deltactl apply BUCKET@{self.step} --server URL",
+            )
+        return Way(step, state, (self._name,), 1, header.nbytes, False)
+
+    def dtypes(self) -> set[str]:
+        records = self._header.records.values()
+        return {_FLOATS[record.dtype] for record in records if record.dtype in _FLOATS}
+
+
+@contextlib.contextmanager
+def lent(delta: Path) -> Iterator[tuple[Path, str]]:
+    """A delta file as an object of a bucket while the block runs: the bucket, and the name there.
+
+    Where the file lies in none, a directory beside it is one, with a link to the file or a copy.
+    """
+    path = delta.resolve()
+    step = open_delta(path).header.step
+    name = delta_name(step or 0)
+    if path.parts[-2:] == tuple(name.split("/")):
+        yield path.parents[1], name
+        return
+    with temporary_directory(path) as bucket:
+        place = bucket / name
+        place.parent.mkdir()
+        try:
+            os.link(path, place)
+        except OSError:
+            shutil.copyfile(path, place)
+        yield bucket, name
+
+
+def message(goal: Goal, way: Way, update: str) -> dict[str, Any]:
+    """The argument of ``deltactl_stage``."""
+    return {
+        "id": update,
+        "bucket": goal.bucket,
+        "from_step": way.from_step,
+        "from_state": way.from_state,
+        "to_step": goal.step,
+        "to_state": goal.state,
+        "links": list(way.links),
+        "full": way.full,
+    }

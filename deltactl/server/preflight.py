@@ -1,0 +1,119 @@
+"""What has to be so before a server can be updated, in the order in which it can be found out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from deltactl.core.errors import Conflict, DeltactlError, Unsupported
+from deltactl.server.goal import Goal
+from deltactl.server.routes import Server
+from deltactl.server.state import Engine
+from deltactl.server.wire import Refused
+
+OLDEST = (0, 32)
+"""The oldest vLLM whose routes are those that are used here."""
+
+BACKEND = "deltactl"
+EXTENSION = "deltactl.vllm.WorkerExtension"
+FLAGS = f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\' --worker-extension-cls {EXTENSION}'
+
+
+def check_version(server: Server) -> str:
+    """vLLM's version. Raises Unsupported for one that is too old; Transient where none answers."""
+    version = server.version()
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match and (0, 0) < (int(match[1]), int(match[2])) < OLDEST:
+        raise Unsupported(
+            "the server's vLLM is too old",
+            file=server.url,
+            expected=f"{'.'.join(map(str, OLDEST))} or newer",
+            found=version,
+        )
+    return version
+
+
+def check_routes(server: Server) -> bool:
+    """Whether the server is paused. Raises Unsupported where the control routes are not there."""
+    try:
+        return server.paused()
+    except Refused as error:
+        if error.status != 404:
+            raise
+        raise Unsupported(
+            "the server has no control routes",
+            file=server.url,
+            found="/is_paused: status 404",
+            hint="start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment",
+        ) from None
+
+
+def check_plugin(server: Server) -> Engine:
+    """What the plugin in the server says. Raises Unsupported where it is not there, or is not used.
+
+    Of a server of several ranks vLLM's configuration is asked first: a method that they lack would
+    leave their replies out of step for good.
+    """
+    if server.world_size() > 1:
+        check_configuration(server.configuration(), server.url)
+    try:
+        engine = server.engine("deltactl_state")
+    except Refused:
+        check_configuration(server.configuration(), server.url)
+        engine = server.engine("deltactl_state")
+    if not engine.backend:
+        raise no_plugin(server.url, "another weight-transfer backend")
+    return engine
+
+
+def check_configuration(configuration: Mapping[str, Any], url: str) -> None:
+    """Raise Unsupported unless vLLM was started with the backend and the worker extension."""
+    transfer = configuration.get("weight_transfer_config")
+    backend = transfer.get("backend") if isinstance(transfer, dict) else None
+    if backend != BACKEND:
+        raise no_plugin(url, f"weight-transfer backend {backend}")
+    parallel = configuration.get("parallel_config")
+    extension = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
+    if not extension:
+        raise no_plugin(url, "no worker extension")
+    replicas = parallel.get("data_parallel_size") if isinstance(parallel, dict) else 1
+    if isinstance(replicas, int) and replicas > 1:
+        raise Unsupported(
+            "the server has several data-parallel replicas, which cannot be updated as one",
+            file=url,
+            found=f"data-parallel size {replicas}",
+            hint="start one vLLM server for each, and give each with --server",
+        )
+
+
+def no_plugin(url: str, found: str) -> DeltactlError:
+    """The error for a vLLM that was started without deltactl."""
+    return Unsupported(
+        "the server does not run deltactl's plugin",
+        file=url,
+        found=found,
+        hint=f"pip install deltactl where vLLM runs, and start it with {FLAGS}; "
+        "or try --via reload, which needs neither",
+    )
+
+
+def check_dtype(engine: Engine, goal: Goal) -> None:
+    """Raise Conflict where the server keeps its weights in a type that the step does not have."""
+    types = goal.dtypes()
+    if types and engine.dtype not in types and engine.dtype.startswith(("bfloat", "float")):
+        raise Conflict(
+            "the server keeps its weights in another type than the chain: no bit would be equal",
+            file=goal.target,
+            step=goal.step,
+            expected=" or ".join(sorted(types)),
+            found=engine.dtype,
+            hint=f"start vLLM with --dtype {min(types)}",
+        )
+
+
+def ready_for(server: Server, goal: Goal) -> None:
+    """Raise what stands between the server and an update to the goal."""
+    check_version(server)
+    check_routes(server)
+    check_dtype(check_plugin(server), goal)

@@ -1,0 +1,177 @@
+"""HTTP with one server: every request is answered whole in bounded time, or raises what is known.
+
+What matters to an update is whether a request that failed may have been carried out all the same.
+``Unreachable`` says that it was not, ``NoAnswer`` that nobody knows, ``Refused`` what the server
+said, which need not mean that nothing was done.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+from requests.auth import AuthBase
+from urllib3.exceptions import HTTPError, NewConnectionError
+
+from deltactl.core.errors import DeltactlError, NotAllowed, Transient, UsageError
+from deltactl.core.reading import parse_json
+
+CONNECT = 10.0  # seconds for a connection
+KEY, HEADERS = "VLLM_API_KEY", "DELTACTL_SERVER_HEADERS"
+"""Variables of the environment: a bearer token, and further headers, ``Name: value`` a line."""
+
+_LARGEST = 1 << 26  # bytes of an answer
+_TOLD = 400  # characters of a server's own words that are passed on
+
+
+class Unreachable(Transient):
+    """There was no connection: the request was not carried out."""
+
+
+class NoAnswer(Transient):
+    """No whole answer came: whether the request was carried out is not known."""
+
+
+class Refused(DeltactlError):
+    """The server answered with another status than 200."""
+
+    def __init__(self, status: int, path: str, *, file: str, found: str, hint: str | None) -> None:
+        self.status = status
+        what = f"the server answered {path} with status {status}"
+        super().__init__(what, file=file, found=found or None, hint=hint)
+
+
+class Busy(Refused, Transient):
+    """The server, or what stands before it, is overloaded or on its way up or down."""
+
+
+def server_url(url: str) -> str:
+    """A server's address without the last slash. Raises UsageError for what is none."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise UsageError("this is no server's address", file=url, expected="http://HOST:PORT")
+    return url.rstrip("/")
+
+
+class Wire:
+    """Requests to the server at ``url``, one at a time. ``timeout``: seconds for an answer."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url, self.timeout = url, timeout
+        self._session = requests.Session()
+        self._session.auth = _Authorization()
+        self._session.headers.update(_more_headers())
+
+    def get(self, path: str, **query: object) -> dict[str, Any]:
+        return self._ask("GET", path, query, None)
+
+    def post(self, path: str, body: Mapping[str, Any] | None, **query: object) -> dict[str, Any]:
+        return self._ask("POST", path, query, body)
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _ask(
+        self, method: str, path: str, query: Mapping[str, object], body: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """The answer's JSON object, empty where it has no body. Raises the classes above,
+        NotAllowed, Malformed."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            with self._session.request(
+                method,
+                self.url + path,
+                params={key: _spelled(value) for key, value in query.items()},
+                json=body,
+                timeout=(min(CONNECT, self.timeout), self.timeout),
+                allow_redirects=False,
+                stream=True,
+            ) as reply:
+                raw = self._read(reply, path, deadline)
+        except requests.RequestException as error:
+            raise self._unanswered(path, error) from None
+        except HTTPError as error:  # of reading the body
+            raise self._no_answer(path, type(error).__name__) from None
+        if reply.status_code != 200:
+            raise self._refused(reply.status_code, path, raw)
+        return parse_json(raw, self.url, what=f"the answer to {path}") if raw.strip() else {}
+
+    def _read(self, reply: requests.Response, path: str, deadline: float) -> bytes:
+        raw = bytearray()
+        while piece := reply.raw.read1(1 << 16, decode_content=True):  # what has come so far
+            raw += piece
+            if len(raw) > _LARGEST:
+                raise self._no_answer(path, f"more than {_LARGEST} bytes")
+            if time.monotonic() > deadline:
+                raise self._no_answer(path, f"no end of it in {self.timeout:g} seconds")
+        return bytes(raw)
+
+    def _no_answer(self, path: str, found: str) -> NoAnswer:
+        return NoAnswer(f"the server did not answer {path}", file=self.url, found=found)
+
+    def _unanswered(self, path: str, error: requests.RequestException) -> DeltactlError:
+        reason = error.args[0] if error.args else None
+        reason = getattr(reason, "reason", reason)
+        if isinstance(error, requests.ConnectTimeout) or isinstance(reason, NewConnectionError):
+            hint = f"deltactl doctor --server {self.url}"
+            return Unreachable("no connection to the server", file=self.url, hint=hint)
+        if isinstance(error, requests.Timeout):
+            return self._no_answer(path, f"nothing in {self.timeout:g} seconds")
+        if isinstance(error, requests.ConnectionError | requests.exceptions.ChunkedEncodingError):
+            return self._no_answer(path, "the connection ended")
+        return NoAnswer(f"the request to {path} failed", file=self.url, found=type(error).__name__)
+
+    def _refused(self, status: int, path: str, raw: bytes) -> DeltactlError:
+        told = _message(raw)
+        if status in (401, 403):
+            what = f"the server, or what stands before it, does not allow {path}"
+            hint = f"set {KEY}, or further headers in {HEADERS}"
+            return NotAllowed(what, file=self.url, found=f"status {status}", hint=hint)
+        kind = Busy if status in (408, 429, 502, 503, 504) else Refused
+        hint = f"deltactl doctor --server {self.url}"
+        return kind(status, path, file=self.url, found=told, hint=hint)
+
+
+def _spelled(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _message(raw: bytes) -> str:
+    """What an answer that is an error says, in the forms that vLLM gives it."""
+    try:
+        document: Any = parse_json(raw, None, what="the answer")
+    except DeltactlError:
+        return raw[:_TOLD].decode(errors="replace")
+    found = document.get("error", document.get("detail", ""))
+    if isinstance(found, dict):
+        found = found.get("message", "")
+    return str(found)[:_TOLD]
+
+
+class _Authorization(AuthBase):
+    """The token of the environment; and ~/.netrc, which is for others, is not asked."""
+
+    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        key = os.environ.get(KEY)
+        if key and "Authorization" not in request.headers:
+            if not re.fullmatch(r"[\x21-\x7e]+", key):
+                raise UsageError(f"{KEY} holds what cannot stand in a header")
+            request.headers["Authorization"] = f"Bearer {key}"
+        return request
+
+
+def _more_headers() -> dict[str, str]:
+    """Those of HEADERS. Raises UsageError, which repeats none of them."""
+    found = {}
+    for line in os.environ.get(HEADERS, "").splitlines():
+        match = re.fullmatch(r"\s*([!#$%&'*+.^_`|~0-9A-Za-z-]+):\s*([\x20-\x7e]*?)\s*", line)
+        if match:
+            found[match[1]] = match[2]
+        elif line.strip():
+            raise UsageError(f"a line of {HEADERS} is no header", expected="Name: value")
+    return found

@@ -1,0 +1,95 @@
+"""What servers hold, against the chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deltactl.core.errors import Conflict, Malformed, NotFound, Transient
+from deltactl.server.apply import apply_to_servers
+from deltactl.server.audit import Audited, audit_servers
+from tests.server.conftest import QUICK, Start, Steps
+from tests.support.vllm_standin import StandIn
+
+
+def audit(steps: Steps, step: int | None, *servers: StandIn, timeout: float = 10) -> list[Audited]:
+    found, interrupted = audit_servers(
+        steps.bucket, step, [server.url for server in servers], timeout=timeout
+    )
+    assert not interrupted
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_server_as_it_was_started_and_after_updates(
+    ranks: int, start: Start, steps: Steps
+) -> None:
+    server = start(ranks=ranks)
+    (found,) = audit(steps, None, server)
+    assert (found.error, found.step, found.state) == (None, 1, steps.states[1])
+    assert found.checked == len(server.vllm.workers.tensors)
+    for step in (3, 4, 2):
+        apply_to_servers(steps.bucket, step, [server.url], QUICK)
+        (found,) = audit(steps, step, server)
+        assert (found.error, found.step) == (None, step)
+    assert "/pause" in server.requests  # of the updates alone
+    assert server.requests.count("/pause") == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bit_that_differs(ranks: int, start: Start, steps: Steps) -> None:
+    server = start(3, ranks=ranks)
+    server.vllm.workers.tensors["model.norm"].bits[-1] ^= 1
+    (found,) = audit(steps, 3, server)
+    assert isinstance(found.error, Malformed)
+    assert found.differing == ("model.norm",)
+    hint = f"deltactl apply {steps.url}@3 --server {server.url} --repair"
+    assert found.error.hint == hint
+
+
+def test_another_step(start: Start, steps: Steps) -> None:
+    (found,) = audit(steps, 3, start())
+    assert isinstance(found.error, Conflict)
+    assert (found.step, found.checked) == (1, 0)
+
+
+def test_no_step_of_the_chain(start: Start, steps: Steps) -> None:
+    server = start()
+    server.vllm.workers.identity, server.vllm.workers.state = "known", "0" * 64
+    (found,) = audit(steps, None, server)
+    assert isinstance(found.error, Conflict)
+
+
+def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -> None:
+    server = start()
+    server.vllm.workers.unaudited = ["model.norm"]
+    (found,) = audit(steps, 1, server)
+    assert (found.error, found.unaudited) == (None, ("model.norm",))
+
+
+def test_nothing_that_can_be_looked_at_is_no_pass(start: Start, steps: Steps) -> None:
+    server = start()
+    server.vllm.workers.unaudited = [*server.vllm.workers.tensors]
+    (found,) = audit(steps, 1, server)
+    assert found.error is not None
+
+
+def test_many(start: Start, steps: Steps) -> None:
+    servers = [start(), start(), start()]
+    servers[1].kill()
+    found = audit(steps, None, *servers)
+    assert [audited.error is None for audited in found] == [True, False, True]
+    assert isinstance(found[1].error, Transient)
+
+
+def test_an_audit_without_an_end(start: Start, steps: Steps, monkeypatch: Any) -> None:
+    server = start()
+    monkeypatch.setattr(type(server.vllm.workers), "_deltactl_audit_seal", lambda self: None)
+    (found,) = audit(steps, None, server, timeout=0.3)
+    assert isinstance(found.error, Transient)
+
+
+def test_a_step_that_is_not_there(start: Start, steps: Steps) -> None:
+    with pytest.raises(NotFound):
+        audit(steps, 9, start())

@@ -1,0 +1,271 @@
+"""The plugin's part of the stand-in: the methods of deltactl's worker extension and its engine.
+
+The ranks share one process and hold each a part of every tensor; their sums add up as those of real
+ranks do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
+from tests.support.vllm_standin import weights
+from tests.support.vllm_standin.weights import Staged
+
+STEADY = ("staging", "staged", "ready")
+
+
+def facts(error: DeltactlError | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    return {**error.facts(), "hint": error.hint, "kind": type(error).__name__}
+
+
+class Workers:
+    """All ranks of one server.
+
+    ``rank_says``: by rank, what its replies say instead. ``before_staged``: called in the thread
+    that stages, before it is through. ``write_fails``, ``roll_back_fails``: the next commit writes
+    half and fails, and cannot take it back. ``unmapped``: names that the map lacks. ``lock``: held
+    by whatever runs on the main thread of the workers, as that runs one thing at a time.
+    """
+
+    def __init__(self, model: Path, ranks: int, scratch: Path) -> None:
+        self.model, self.ranks, self.scratch = model, ranks, scratch
+        self.tensors = weights.load(model)
+        self.dtype, self.protocol = "bfloat16", 1
+        self.rank_says: dict[int, dict[str, Any]] = {}
+        self.before_staged: Callable[[], None] | None = None
+        self.write_fails = self.roll_back_fails = False
+        self.unaudited: list[str] = []
+        self.identity, self.step, self.state = "unknown", None, None
+        self.sums: dict[str, int] = {}
+        self.map: dict[str, Any] | None = None
+        self.update: dict[str, Any] | None = None
+        self.staged: Staged | None = None
+        self.poisoned: DeltactlError | None = None
+        self.error: DeltactlError | None = None
+        self.audit: dict[str, Any] | None = None
+        self.calls: list[str] = []
+        self._lock = threading.RLock()
+        self._threads: list[threading.Thread] = []
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+    def call(self, method: str, arguments: Mapping[str, Any], session: bool) -> list[Any]:
+        """A method of the extension on every rank: the replies. Raises AttributeError for none."""
+        act = getattr(self, f"_{method}")
+        given = dict(arguments)
+        call = given.pop("call", None)
+        with self._lock:
+            self.error = None
+            try:
+                act(**given)
+            except DeltactlError as error:
+                self.error = error
+            return [self.reply(rank, call, session) for rank in range(self.ranks)]
+
+    def reply(self, rank: int, call: str | None, session: bool) -> dict[str, Any]:
+        update = self.update and {**self.update, "error": facts(self.update["error"])}
+        if update is not None:
+            update["elements"] //= self.ranks
+            for key in ("request", "links"):
+                update.pop(key, None)
+        return {
+            "deltactl": "0.1.0",
+            "protocol": self.protocol,
+            "rank": rank,
+            "world_size": self.ranks,
+            "dtype": self.dtype,
+            "model": str(self.model),
+            "backend": True,
+            "call": call,
+            "identity": self.identity,
+            "step": self.step,
+            "state": self.state,
+            "bucket": None,
+            "poisoned": facts(self.poisoned),
+            "error": facts(self.error),
+            "update": update,
+            "session": session,
+            "map": self.map,
+            "audit": self.audit,
+        } | self.rank_says.get(rank, {})
+
+    # The methods, each on all ranks.
+
+    def _deltactl_state(self) -> None:
+        pass
+
+    def _deltactl_identify(self, bucket_states: Mapping[str, int]) -> None:
+        if self.identity == "known":
+            self.step = bucket_states.get(str(self.state), self.step)
+        elif self.identity != "running":
+            self.identity = "running"
+            self._in_thread(lambda: self._look(bucket_states))
+
+    def _look(self, steps: Mapping[str, int]) -> None:
+        found = weights.load(self.model)
+        state = weights.state(found)
+        with self._lock:
+            self.identity, self.state, self.step = "known", state, steps.get(state)
+            for name, live in found.items():
+                self.sums[name] = weights.part_sum(live.bits, slice(0, live.bits.size))
+
+    def _deltactl_map(self) -> None:
+        self.map = {"tensors": len(self.tensors), "unmapped": {}, "ignored": []}
+
+    def _deltactl_stage(self, update: Mapping[str, Any]) -> None:
+        if self.update is not None and self.update["phase"] in STEADY:
+            raise Conflict("another update is under way")
+        if self.map is None:
+            raise UsageError("the weight map has not been recorded")
+        full = update["full"]
+        if not full and self.poisoned is not None:
+            raise Conflict("only a full update can be loaded")
+        if not full and self.state not in (update["from_state"], update["to_state"]):
+            raise Conflict("the update stands on another state than the one served")
+        self.update = {
+            "id": update["id"],
+            "phase": "staging",
+            "from_step": update["from_step"],
+            "to_step": update["to_step"],
+            "full": full,
+            "elements": 0,
+            "bytes": 0,
+            "fetched_bytes": 0,
+            "seconds": {},
+            "reloaded": [],
+            "ignored": [],
+            "error": None,
+            "request": dict(update),
+        }
+        held = self.update
+        if not full and self.state == update["to_state"]:
+            held["phase"], self.step = "already", update["to_step"]
+            return
+        self._in_thread(lambda: self._stage(held))
+
+    def _stage(self, update: dict[str, Any]) -> None:
+        request = update["request"]
+        try:
+            if request["full"]:
+                place = self.scratch / request["id"]
+                staged = weights.stage_full(
+                    self.tensors, request["bucket"], request["to_step"], place
+                )
+            else:
+                staged = weights.stage_deltas(self.tensors, request["bucket"], request["links"])
+            if self.before_staged is not None:
+                self.before_staged()
+        except DeltactlError as error:
+            with self._lock:
+                update["phase"], update["error"] = "failed", error
+            return
+        with self._lock:
+            if update is self.update:
+                self.staged = staged
+                update["phase"], update["fetched_bytes"] = "staged", staged.fetched
+                sizes = (bits.size for bits in staged.after.values())
+                changed = sum(row.positions.size for row in staged.rows)
+                update["elements"] = sum(sizes) if request["full"] else changed
+
+    def _deltactl_seal(self, id: str) -> None:
+        update = self._own(id)
+        if update["phase"] != "staged":
+            raise Conflict("not all ranks have staged the update")
+        assert self.staged is not None
+        for row in self.staged.rows:
+            size = self.tensors[row.name].bits.size
+            parts = [row.sums(size, rank, self.ranks) for rank in range(self.ranks)]
+            total = [sum(column) % (1 << 64) for column in zip(*parts, strict=True)]
+            known = [n for n in zip(row.expected, total, strict=True) if n[0] is not None]
+            if any(expected != found for expected, found in known):
+                update["phase"] = "refused"
+                update["error"] = Conflict("the live weights are not those", tensor=row.name)
+                return
+        update["phase"] = "ready"
+
+    def commit(self, id: str) -> None:
+        """What receive_weights does on every rank; raises nothing."""
+        with self._lock:
+            if self.update is None or self.update["id"] != id:
+                self.error = NotFound("no such update is staged on this rank", found=id)
+            elif self.update["phase"] == "ready":
+                self._commit(self.update)
+
+    def _commit(self, update: dict[str, Any]) -> None:
+        staged, request = self.staged, update["request"]
+        assert staged is not None
+        if not staged.check(self.tensors):
+            update["phase"] = "refused"
+            update["error"] = Conflict("the live weights are not those that the update stands on")
+            return
+        before = {name: self.tensors[name].bits.copy() for name in staged.after}
+        if self.write_fails:
+            self.write_fails = False
+            half = [*staged.after][: len(staged.after) // 2 or 1]
+            staged.write(self.tensors, {name: staged.after[name] for name in half})
+            error = DeltactlError("the weights could not be written")
+            if self.roll_back_fails:
+                self.roll_back_fails = False
+                update["phase"], update["error"], self.poisoned = "failed", error, error
+                self.step = self.state = None
+                return
+            staged.write(self.tensors, before)
+            update["phase"], update["error"] = "rolled_back", error
+            return
+        staged.write(self.tensors)
+        for row in staged.rows:
+            size = self.tensors[row.name].bits.size
+            old, new, _ = row.sums(size, 0, 1)
+            self.sums[row.name] = (self.sums.get(row.name, 0) - old + new) % (1 << 64)
+        if request["full"]:
+            for name, live in self.tensors.items():
+                self.sums[name] = weights.part_sum(live.bits, slice(0, live.bits.size))
+        update["phase"], self.poisoned, self.identity = "committed", None, "known"
+        self.step, self.state = request["to_step"], request["to_state"]
+
+    def _deltactl_discard(self, id: str) -> None:
+        if self._own(id)["phase"] == "committed":
+            raise Conflict("the update is committed")
+        self.update = self.staged = None
+
+    def _deltactl_done(self, id: str) -> None:
+        if self._own(id)["phase"] in STEADY:
+            raise Conflict("the update is under way")
+        self.update = self.staged = None
+
+    def _deltactl_audit(self) -> None:
+        if self.identity != "known" or self.map is None:
+            raise UsageError("nothing to audit against")
+        self.audit = {"phase": "running", "checked": 0, "differing": [], "unaudited": []}
+
+    def _deltactl_audit_seal(self) -> None:
+        differing = []
+        for name, live in self.tensors.items():
+            parts = [weights.part(live.bits.size, rank, self.ranks) for rank in range(self.ranks)]
+            total = sum(weights.part_sum(live.bits, which) for which in parts) % (1 << 64)
+            if total != self.sums[name] and name not in self.unaudited:
+                differing.append(name)
+        self.audit = {
+            "phase": "done",
+            "checked": len(self.tensors) - len(self.unaudited),
+            "differing": differing,
+            "unaudited": self.unaudited,
+        }
+
+    def _own(self, id: str) -> dict[str, Any]:
+        if self.update is None or self.update["id"] != id:
+            raise NotFound("no such update", found=id)
+        return self.update
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, daemon=True)
+        self._threads.append(thread)
+        thread.start()
