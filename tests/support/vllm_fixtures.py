@@ -46,6 +46,20 @@ class Recorded:
     checksums: list[dict[str, str]]
 
 
+def assert_serves(client: Client, expected: Recorded) -> None:
+    """Assert that a server is the other one: in tokens, logprobs and every bit of every runtime
+    parameter on every rank; and that its own audit says so too."""
+    differ = [
+        name
+        for found, wanted in zip(client.checksums(), expected.checksums, strict=True)
+        for name in wanted
+        if found.get(name) != wanted[name]
+    ]
+    assert not differ
+    assert client.outputs() == expected.outputs
+    assert client.audit() == []
+
+
 @pytest.fixture(scope="session")
 def vllm_scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Logs, and what torch.compile made, for all servers of the session."""

@@ -262,7 +262,10 @@ MAPPED: dict[str, tuple[Callable[[Loader, str, Tensor], object], int]] = {
     "unflattened": (lambda m, n, w: m.p.data.view(-1).copy_(w.t().contiguous().view(-1)), 1),
     "row by row": (lambda m, n, w: [m.p.data[i].copy_(r) for i, r in enumerate(w.unbind())], 4),
     "split": (lambda m, n, w: [m.p.data[:, i : i + 2].copy_(w[:, i : i + 2]) for i in (0, 2)], 2),
-    "every other": (lambda m, n, w: [m.p.data[i::2].copy_(w[2 * i : 2 * i + 2]) for i in (0, 1)], 2),
+    "every other": (
+        lambda m, n, w: [m.p.data[i::2].copy_(w[2 * i : 2 * i + 2]) for i in (0, 1)],
+        2,
+    ),
     "twice to one place": (lambda m, n, w: (m.p.data.copy_(w), m.p.data.copy_(w.clone())), 1),
     "to two places": (lambda m, n, w: (m.p.data.copy_(w), m.q.data.copy_(w)), 2),
     "over a filling": (lambda m, n, w: (m.p.data.fill_(0), m.p.data.copy_(w)), 1),

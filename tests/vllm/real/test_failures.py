@@ -123,7 +123,7 @@ def test_another_base(vllm_client: Client, vllm_first: Recorded, vllm_chain: Mod
 
 @pytest.mark.parametrize("moved", [HEAD, EMBEDDING])
 @pytest.mark.parametrize("full", [False, True])
-def test_a_step_in_which_tied_weights_differ(
+def test_a_step_in_which_shared_weights_differ(
     vllm_client: Client,
     vllm_first: Recorded,
     vllm_setup: Setup,

@@ -10,20 +10,7 @@ import pytest
 
 from tests.support.vllm_chain import DENSE, EMPTY, TIP
 from tests.support.vllm_client import Client, phases
-from tests.support.vllm_fixtures import Recorded, Setup
-
-
-def assert_is(client: Client, expected: Recorded) -> None:
-    """Tokens, logprobs and every bit of every runtime parameter on every rank."""
-    differ = [
-        name
-        for found, wanted in zip(client.checksums(), expected.checksums, strict=True)
-        for name in wanted
-        if found.get(name) != wanted[name]
-    ]
-    assert not differ
-    assert client.outputs() == expected.outputs
-    assert client.audit() == []
+from tests.support.vllm_fixtures import Recorded, Setup, assert_serves
 
 
 def test_weights_lie_where_they_can_be_read(vllm_client: Client, vllm_setup: Setup) -> None:
@@ -58,12 +45,12 @@ def test_one_link_after_another(vllm_client: Client, vllm_fresh: Recorded) -> No
         assert vllm_client.audit() == []
         assert vllm_client.outputs() != before
         before = vllm_client.outputs()
-    assert_is(vllm_client, vllm_fresh)
+    assert_serves(vllm_client, vllm_fresh)
 
 
 def test_many_links_in_one_update(vllm_client: Client, vllm_fresh: Recorded) -> None:
     vllm_client.update(TIP)
-    assert_is(vllm_client, vllm_fresh)
+    assert_serves(vllm_client, vllm_fresh)
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
@@ -73,7 +60,7 @@ def test_some_links_before_and_after_others(
     """ulp_ctx and dense links among those that are merged, and their bases made by others."""
     for step in (3, EMPTY, TIP):
         vllm_client.update(step, mode=mode)
-    assert_is(vllm_client, vllm_fresh)
+    assert_serves(vllm_client, vllm_fresh)
 
 
 def test_from_s3(vllm_client: Client, vllm_fresh: Recorded, vllm_chain_in_s3: str) -> None:
@@ -81,16 +68,16 @@ def test_from_s3(vllm_client: Client, vllm_fresh: Recorded, vllm_chain_in_s3: st
     (state, *_) = vllm_client.states()
     assert state["bucket"] == vllm_chain_in_s3
     vllm_client.update(TIP, bucket=vllm_chain_in_s3)
-    assert_is(vllm_client, vllm_fresh)
+    assert_serves(vllm_client, vllm_fresh)
 
 
 def test_every_tensor_written_anew(
     vllm_client: Client, vllm_first: Recorded, vllm_fresh: Recorded
 ) -> None:
     vllm_client.update(TIP, full=True)
-    assert_is(vllm_client, vllm_fresh)
+    assert_serves(vllm_client, vllm_fresh)
     vllm_client.update(1, full=True)  # a chain only rises; a server may go where it is told to
-    assert_is(vllm_client, vllm_first)
+    assert_serves(vllm_client, vllm_first)
 
 
 def test_requests_in_flight_complete(vllm_client: Client) -> None:
