@@ -57,9 +57,10 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        peers = _peers()
+        refusal = _refusal(vllm_config)
+        peers = _peers() if refusal is None else Alone()  # the others would not be called
         work = ModelWork(model, lambda: _directory(vllm_config), peers.size, IMPORTED, self._reload)
-        self.serving = Serving(work, peers, _refusal(vllm_config))
+        self.serving = Serving(work, peers, refusal)
 
     def _reload(self, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
         from deltactl.vllm.reload import reload_tensors

@@ -80,7 +80,12 @@ def _told(
     """The state after ``act``. A function, since vLLM wants no further names in its worker."""
     config = worker.vllm_config
     serving = getattr(worker.weight_transfer_engine, "serving", None)
-    state: State = {
+    state: State = dict.fromkeys(_OF_SERVING) | {"identity": "unknown"}
+    if isinstance(serving, Serving):
+        if act is not None:
+            act(serving)
+        state |= serving.state()
+    return state | {
         "deltactl": deltactl.__version__,
         "protocol": PROTOCOL,
         "rank": worker.rank,
@@ -90,11 +95,4 @@ def _told(
         "backend": isinstance(serving, Serving),
         "session": bool(getattr(worker, "_weight_update_active", False)),
         "call": call,
-        "identity": "unknown",
-        **dict.fromkeys(_OF_SERVING),
     }
-    if isinstance(serving, Serving):
-        if act is not None:
-            act(serving)
-        state |= serving.state()
-    return state
