@@ -8,10 +8,41 @@ import pytest
 from tests.support.azure_server import AzureServer, run_azure_server
 from tests.support.s3_server import S3Server, run_s3_server
 from tests.support.trained import trained_chain, trained_chain_tied
+from tests.support.vllm_fixtures import (
+    vllm_chain,
+    vllm_chain_in_s3,
+    vllm_client,
+    vllm_first,
+    vllm_fresh,
+    vllm_live,
+    vllm_s3,
+    vllm_scratch,
+    vllm_setup,
+)
+from tests.support.vllm_server import REQUIRED, vllm_is_missing
 
-__all__ = ["trained_chain", "trained_chain_tied"]
+__all__ = [
+    "trained_chain", "trained_chain_tied", "vllm_chain", "vllm_chain_in_s3", "vllm_client",
+    "vllm_first", "vllm_fresh", "vllm_live", "vllm_s3", "vllm_scratch", "vllm_setup",
+]  # fmt: skip
+
+NEED_VLLM = ("vllm/real", "server/real")
+"""Directories of tests that start a real vLLM. Where it is not installed they are not collected."""
+
+collect_ignore = list(NEED_VLLM) if vllm_is_missing() else []
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported, so before any test
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if collect_ignore and os.environ.get(REQUIRED):
+        raise pytest.UsageError(f"{REQUIRED} is set, and vLLM is not installed")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if collect_ignore:
+        left_out = " and ".join(f"tests/{name}" for name in NEED_VLLM)
+        terminalreporter.write_line(f"not run: {left_out}, as vLLM is not installed; see .ci/run")
 
 
 @pytest.fixture(scope="session", autouse=True)

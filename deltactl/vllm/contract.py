@@ -1,0 +1,129 @@
+"""What the state machine of an update needs from the rest, as protocols and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.int64]
+"""To be added over ranks element by element, modulo 2^64."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model directory holds: ``state`` is its digest, ``sums`` the touch sum over all
+    elements of each tensor, by name."""
+
+    state: str
+    sums: Mapping[str, int]
+
+
+class Staged(Protocol):
+    """All of an update that the pause needs, on one rank; see deltactl.vllm.staging."""
+
+    @property
+    def elements(self) -> int:
+        """How many it writes on this rank."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes on this rank."""
+        ...
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that this rank fetched for it, for all of its host."""
+        ...
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Of "fetch" and "stage"."""
+        ...
+
+    @property
+    def reloaded(self) -> tuple[str, ...]:
+        """Tensors that are not in the map, and go through the model's loader."""
+        ...
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Tensors that it changes and of which the model keeps nothing."""
+        ...
+
+    @property
+    def values(self) -> Values:
+        """What of the sums is this rank's; of one shape on all ranks."""
+        ...
+
+    def judge(self, total: Values) -> str:
+        """ "ready", or "already" where the result is live; ``total``: values of all ranks.
+
+        The same on every rank. Raises Conflict, Malformed.
+        """
+        ...
+
+    def sums_after(self, before: Mapping[str, int], total: Values) -> dict[str, int]:
+        """Touch sums over all elements of each tensor once this is written; ``before``: now."""
+        ...
+
+    def check(self) -> bool:
+        """Whether the live bits are the old ones."""
+        ...
+
+    def write(self) -> None:
+        """Make the live bits the new ones."""
+        ...
+
+    def verify(self) -> bool:
+        """Whether the live bits are the new ones."""
+        ...
+
+    def roll_back(self) -> bool:
+        """Make the live bits the old ones again; whether they are."""
+        ...
+
+
+class Work(Protocol):
+    """What can be done to the model of this rank. Errors are raised as DeltactlError.
+
+    ``record`` and what follows ``agree`` and ``prove`` run on the worker's main thread, which owns
+    the model; ``identify``, ``sums`` and ``stage`` in a thread, and only read.
+    """
+
+    def record(self) -> Any:
+        """Record where checkpoint tensors lie; what of it the other ranks have to know."""
+        ...
+
+    def agree(self, records: list[Any], rank: int) -> None:
+        """Settle who owns what, from the records of all ranks."""
+        ...
+
+    def identify(self) -> Identity:
+        """Hash the directory that the model was loaded from, and see that it is still that one."""
+        ...
+
+    def sums(self, names: list[str]) -> Values:
+        """Touch sum over this rank's part of each of these tensors, (len(names),); 0 for those of
+        which it has none."""
+        ...
+
+    def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+        """Take out of the map what does not hold what it should. ``found``: sums over all ranks."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """``map`` of the state: ``tensors`` (how many), ``unmapped`` and ``ignored``."""
+        ...
+
+    def stage(self, request: Mapping[str, Any]) -> Staged:
+        """Fetch, prove, decode and lay out."""
+        ...
+
+    def took_over(self, staged: Any) -> None:
+        """What was staged, by ``stage``, is what is live now."""
+        ...

@@ -1,0 +1,239 @@
+"""The state of one rank of a running server, and one update of it from stage to commit.
+
+::
+
+    stage -> staging -> staged -> seal -> ready -> commit -> committed
+                 |                  |        |                   (all ranks wrote and read back)
+                 v                  v        +-> refused          live bits are not the old ones
+              failed             refused     +-> rolled_back      a rank failed, all took it back
+                                    |        +-> failed           a rank could not: poisoned
+                                    +-> already                   the target is live, nothing to do
+
+Every phase stays visible in ``state()`` until ``done`` or ``discard``, so that whoever comes later
+finds out what an earlier client left behind. At most one update exists at a time.
+
+Methods return at once or after a few collectives; what takes long runs in a thread. None raises:
+an exception from one rank would leave the replies of the others in vLLM's queue, where each later
+call would get the one before (so vLLM 0.32). What went wrong is in the state. ``identify``,
+``record_map``, ``seal``, ``commit`` and ``seal_audit`` are collective: every rank enters every
+collective whatever happened to it, and all come to the same verdict.
+
+Nothing here knows vLLM: ``Work`` is what can be done to the model, ``Peers`` are the other ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
+from deltactl.vllm.contract import Staged, Work
+from deltactl.vllm.peers import Peers
+from deltactl.vllm.served import Served, in_thread
+from deltactl.vllm.update import STEADY, Update, checked_request, gist, phases, wrapped
+
+REPAIR = "deltactl apply BUCKET@STEP --server URL --repair"
+"""What mends a server whose weights are in doubt."""
+
+
+class Serving(Served):
+    """One rank of a server: what it serves, and the update under way."""
+
+    def __init__(self, work: Work, peers: Peers, refusal: DeltactlError | None = None) -> None:
+        super().__init__(work, peers, refusal)
+        self._update: Update | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What this rank knows, as JSON; the part of ``deltactl_state()`` that needs no vLLM."""
+        with self._lock:
+            told = None if self._update is None else self._update.as_json()
+        return {**super().state(), "update": told}
+
+    def stage(self, request: Mapping[str, Any]) -> None:
+        """Begin an update in a thread, or say in ``error`` why not.
+
+        ``request``: ``id``, ``bucket``, ``from_step``, ``from_state``, ``to_step``, ``to_state``,
+        ``links`` (object names, in order) and ``full``.
+        """
+        with self._told():
+            update = Update(checked_request(request))
+            self._admit(update)
+            self._update = update
+            if not update.full and self._state == update.request["to_state"]:
+                update.phase = "already"
+                self._step, self._bucket = update.request["to_step"], update.request["bucket"]
+                return
+            in_thread(lambda: self._stage(update), "deltactl-stage")
+
+    def _admit(self, update: Update) -> None:
+        """Raise unless this update may begin now."""
+        request, before = update.request, self._update
+        if self._refusal is not None:
+            raise self._refusal
+        if before is not None and before.id == update.id:
+            raise Conflict("this update has been staged", found=f"{before.id}: {before.phase}")
+        if before is not None and before.phase in STEADY:
+            raise Conflict("another update is under way", found=f"{before.id}: {before.phase}")
+        if self._map is None:
+            what = "the weight map has not been recorded and proven"
+            raise UsageError(what, found=f"identity {self._identity}", hint="deltactl_map")
+        if update.full:
+            return
+        if self._poison is not None:
+            what = "the weights are in an unknown state; only a full update can be loaded"
+            raise Conflict(what, hint=REPAIR)
+        if self._state not in (request["from_state"], request["to_state"]):
+            what = "the update stands on another state than the one served"
+            raise Conflict(what, step=self._step, expected=request["from_state"], found=self._state)
+
+    def _stage(self, update: Update) -> None:
+        """In its thread: stage, and keep the result if the update is still wanted."""
+        try:
+            staged = self._work.stage(update.request)
+        except Exception as raised:
+            with self._lock:
+                if update.phase == "staging":
+                    update.end("failed", wrapped(raised, "the update could not be staged"))
+            return
+        with self._lock:
+            if update is self._update and update.phase == "staging":
+                update.keep(staged)
+                update.phase = "staged"
+
+    def seal(self, id_: str) -> None:
+        """Collective: add the ranks' sums, compare with the headers, and make the update ready."""
+        mine = self._update if self._update is not None and self._update.id == id_ else None
+        phase = None if mine is None else mine.phase  # as it is now: the thread may change it
+        error = None if mine is None else mine.error
+        shape = None if mine is None or mine.staged is None else mine.staged.values.shape
+        everyone = self._peers.gather((phase, error and gist(error), shape))
+        with self._told():
+            if mine is None:
+                raise NotFound("no such update is staged on this rank", found=id_)
+            for rank, (theirs, why, _) in enumerate(everyone):
+                if theirs in ("failed", "refused"):
+                    if phase in STEADY:
+                        mine.end("failed", DeltactlError(f"rank {rank}: {why}"))
+                    return
+            if any(theirs == "staging" or theirs is None for theirs, _, _ in everyone):
+                raise Conflict("not all ranks have staged the update", found=phases(everyone))
+            if any(theirs != "staged" for theirs, _, _ in everyone):
+                if len({theirs for theirs, _, _ in everyone}) > 1:
+                    raise Conflict("the ranks are in different phases", found=phases(everyone))
+                return  # sealed before
+            self._seal(mine, everyone)
+
+    def _seal(self, mine: Update, everyone: list[Any]) -> None:
+        """All ranks have staged it: add up, and come to one verdict."""
+        assert mine.staged is not None
+        if len({shape for _, _, shape in everyone}) > 1:
+            mine.end("refused", DeltactlError("the ranks staged different tensors"))
+            return
+        total = self._peers.total(mine.staged.values)
+        try:
+            mine.phase = mine.staged.judge(total)
+        except Exception as raised:  # on every rank alike
+            mine.end("refused", wrapped(raised, "the sums could not be compared"))
+            return
+        mine.total = total
+        if mine.phase == "already":
+            self._take_over(mine, "already")
+
+    def commit(self, id_: str) -> None:
+        """Collective, in the pause: write on all ranks, or on none."""
+        update = self._update if self._update is not None and self._update.id == id_ else None
+        error, standing = None, 0  # 0: may not, 1: nothing to do, 2: will
+        try:
+            if update is None:
+                raise NotFound("no such update is staged on this rank", found=id_)
+            if update.phase in ("committed", "already"):
+                standing = 1
+            elif update.phase != "ready":
+                raise Conflict("the update is not ready", found=f"{id_}: {update.phase}")
+            else:
+                standing = 2 if self._timed(update, "check", _staged(update).check) else 0
+                if not standing:
+                    raise Conflict("the live weights are not those that the update stands on")
+        except Exception as raised:
+            standing, error = 0, wrapped(raised, "the live weights could not be checked")
+        least = self._peers.least(standing)
+        if least == 2 and update is not None:
+            self._write(update)
+            return
+        with self._lock:
+            self._error = error or self._error
+            if update is not None and update.phase == "ready":
+                update.end("refused", error or DeltactlError("another rank refused the update"))
+
+    def _write(self, update: Update) -> None:
+        """Every rank has checked: write and read back, and take it back if any rank failed."""
+        staged, error = _staged(update), None
+        try:
+            self._timed(update, "write", staged.write)
+            if not self._timed(update, "verify", staged.verify):
+                raise DeltactlError("what was written did not read back")
+        except Exception as raised:
+            error = wrapped(raised, "the weights could not be written")
+        if self._peers.least(0 if error else 1):
+            with self._lock:
+                self._take_over(update, "committed")
+            return
+        error = error or DeltactlError("another rank could not write its part")
+        restored = self._peers.least(self._restored(staged))
+        with self._lock:
+            self._error = error
+            if restored:
+                update.end("rolled_back", error)
+                return
+            update.end("failed", error)
+            what = "an update failed half-way and could not be taken back"
+            self._poison = DeltactlError(what, found=str(error), hint=REPAIR)
+            self._step = self._state = None
+
+    def _restored(self, staged: Staged) -> int:
+        try:
+            return int(staged.roll_back())
+        except Exception:
+            return 0
+
+    def _take_over(self, update: Update, phase: str) -> None:
+        """What is live now is the target. With the lock held."""
+        request, total = update.request, update.total
+        assert total is not None
+        self._sums = _staged(update).sums_after(self._sums, total)
+        self._work.took_over(update.staged)
+        self._state, self._step = request["to_state"], request["to_step"]
+        self._bucket, self._poison, self._error = request["bucket"], None, self._standing
+        self._commits += 1
+        update.end(phase)
+
+    def discard(self, id_: str) -> None:
+        """Forget an update that was not committed; its memory is freed."""
+        with self._told():
+            if self._update is None or self._update.id != id_:
+                raise NotFound("no such update", found=id_)
+            if self._update.phase == "committed":
+                raise Conflict("the update is committed", found=id_, hint="deltactl_done")
+            self._update = None
+
+    def done(self, id_: str) -> None:
+        """The client is through with it."""
+        with self._told():
+            if self._update is None or self._update.id != id_:
+                raise NotFound("no such update", found=id_)
+            if self._update.phase in STEADY:
+                raise Conflict("the update is under way", found=f"{id_}: {self._update.phase}")
+            self._update = None
+
+    def _timed(self, update: Update, name: str, act: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return act()
+        finally:
+            update.told.setdefault("seconds", {})[name] = time.perf_counter() - start
+
+
+def _staged(update: Update) -> Staged:
+    assert update.staged is not None
+    return update.staged

@@ -1,0 +1,288 @@
+"""What an update does to the model of one rank: the map, staged bits and sums, tied together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deltactl.bucket import open_bucket
+from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.core.errors import Conflict, DeltactlError, Unsupported
+from deltactl.core.store import Bucket
+from deltactl.vllm import host, live, staging
+from deltactl.vllm.contract import Identity, Values
+from deltactl.vllm.identity import file_times
+from deltactl.vllm.ownership import owners
+from deltactl.vllm.weight_map import TensorSpec, WeightMap, record
+
+if TYPE_CHECKING:
+    import torch
+
+
+Reload = Callable[[tuple[str, ...], Checkpoint], object]
+Digests = Mapping[str, str]
+"""Of a state's tensors, by name."""
+
+
+class ModelWork:
+    """The ``Work`` of one rank of ``ranks`` on ``model``, which was loaded from a directory.
+
+    ``find``: gives that directory, or raises. ``since``: nanoseconds since the epoch, before the
+    loading began; files that changed later may not be those that were loaded. ``reload``: loads
+    tensors by name from a checkpoint through the model's own loader, in the pause.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        find: Callable[[], Path],
+        ranks: int,
+        since: int,
+        reload: Reload | None = None,
+    ) -> None:
+        self._model, self._find, self._ranks, self._since = model, find, ranks, since
+        self._reload = reload
+        self._directory: Path | None = None
+        self._recorded: WeightMap | None = None
+        self._in_doubt = False  # whether the directory may be another than the one loaded
+        self._digests: Digests = {}  # of the state that is served
+        self._tied: dict[str, str] = {}  # a tensor that is ignored -> the one that stands for it
+
+    @property
+    def directory(self) -> Path:
+        """Where the model was loaded from."""
+        assert self._directory is not None
+        return self._directory
+
+    @property
+    def map(self) -> WeightMap:
+        """The map, once it is recorded."""
+        assert self._recorded is not None
+        return self._recorded
+
+    def record(self) -> Any:
+        """See Work."""
+        self._directory = self._find()
+        with open_checkpoint(self._directory) as opened:
+            specs = [TensorSpec(t.name, t.dtype, t.shape) for t in opened.tensors.values()]
+        self._recorded = record(self._model, specs, ranks=self._ranks)
+        return self._recorded.summary()
+
+    def agree(self, records: list[Any], rank: int) -> None:
+        """See Work."""
+        if self._ranks > 1:
+            self.map.settle(owners(records), rank)
+
+    def identify(self) -> Identity:
+        """See Work."""
+        with open_checkpoint(self.directory) as opened:
+            changed = [int(str(row[-1])) for row in file_times(opened)]
+        self._in_doubt = max(changed, default=0) >= self._since
+        found = host.identify(self.directory)
+        self._digests = {name: tensor.digest for name, tensor in found.tensors.items()}
+        self._tied = _tied(self.map, found)
+        return Identity(found.state, {n: t.touch_sum for n, t in found.tensors.items()})
+
+    def sums(self, names: list[str]) -> Values:
+        """See Work."""
+        found = live.owned_sums(self.map, [name for name in names if name in self.map.tensors])
+        return np.array([found.get(name, 0) for name in names], np.uint64).view(np.int64)
+
+    def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+        """See Work. Raises Conflict where what does not fit may be due to another directory."""
+        live.keep_proven(self.map, found, expected)
+        if self._in_doubt and self.map.unmapped:
+            name, why = next(iter(self.map.unmapped.items()))
+            raise Conflict(
+                "the model directory has changed since the server was started on it",
+                file=self.directory,
+                tensor=name,
+                found=why,
+                hint="start the server anew, on a directory that nobody writes to",
+            )
+
+    def describe(self) -> dict[str, Any]:
+        """See Work."""
+        return {
+            "tensors": len(self.map.tensors),
+            "unmapped": dict(self.map.unmapped),
+            "ignored": sorted(self.map.ignored),
+        }
+
+    def stage(self, request: Mapping[str, Any]) -> Prepared:
+        """See Work."""
+        bucket = open_bucket(request["bucket"])
+        found = self._stage_full(bucket, request) if request["full"] else self._run(bucket, request)
+        if found.reloaded:
+            if self._reload is None:
+                what = "the update changes tensors that cannot be written in place"
+                raise Unsupported(what, found=", ".join(found.reloaded))
+            start = time.perf_counter()
+            checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
+            found.reload = partial(self._reload, found.reloaded, checkpoint)
+            found.seconds["fetch"] += time.perf_counter() - start
+        return found
+
+    def took_over(self, staged: Prepared) -> None:
+        """See Work."""
+        self._digests = staged.digests
+
+    def _run(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
+        """A run of links."""
+        start = time.perf_counter()
+        links = host.open_links(bucket, request["links"])
+        digests = dict(self._digests)
+        for delta in links.deltas:
+            digests |= {name: str(row.digest) for name, row in delta.records.items()}
+        self._expect(request, digests)
+        base = None
+        if staging.needs_base(links.deltas):
+            step = request["from_step"] or links.deltas[0].header.base_step or 0
+            base = self._checkpoint(bucket, step, request["from_state"])
+        fetched = time.perf_counter()
+        staged = staging.stage(self.map, links.deltas, base=base, **_ends(request))
+        seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
+        return Prepared(staged, digests, links.fetched_bytes, seconds)
+
+    def _stage_full(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
+        """Every tensor of a step, whatever is live."""
+        start = time.perf_counter()
+        checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
+        fetched = time.perf_counter()
+        tensors = host.identify(checkpoint.path).tensors
+        digests = {name: tensor.digest for name, tensor in tensors.items()}
+        self._expect(request, digests)
+        ends = _ends(request)
+        staged = staging.stage_full(
+            self.map,
+            checkpoint,
+            update_id=ends["update_id"],
+            to_step=ends["to_step"],
+            to_state=ends["to_state"],
+        )
+        sums = {name: tensor.touch_sum for name, tensor in tensors.items()}
+        seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
+        return Prepared(staged, digests, 0, seconds, sums)
+
+    def _expect(self, request: Mapping[str, Any], digests: Digests) -> None:
+        """Raise Unsupported where the running model cannot become what a server that is started on
+        the result would be: with other tensors, or with two that are tied here and differ there.
+
+        ``digests``: of the result.
+        """
+        other = sorted(self._digests.keys() ^ digests.keys())
+        apart = [name for name, like in self._tied.items() if digests.get(name) != digests[like]]
+        if not other and not apart:
+            return
+        what = "the step has other tensors than the model that is served"
+        if not other:
+            what = f"the tensor differs from {self._tied[apart[0]]!r}, which stands for both"
+        raise Unsupported(
+            what,
+            tensor=(other or apart)[0],
+            step=request["to_step"],
+            hint="pull the step, and start the server anew on it",
+        )
+
+    def _checkpoint(self, bucket: Bucket, step: int, state: str) -> Checkpoint:
+        return host.checkpoint_at(bucket, step, state, model=self.directory)
+
+
+def _tied(weight_map: WeightMap, identity: host.Identity) -> dict[str, str]:
+    """For each tensor that the loader ignores the mapped one with the same content, if there is
+    one: an output layer that shares the embedding. vLLM ties them where they are equal alone."""
+    same: dict[tuple[str, tuple[int, ...], str], str] = {}
+    for name in weight_map.tensors:
+        tensor = identity.tensors[name]
+        same.setdefault((tensor.dtype, tensor.shape, tensor.digest), name)
+    found = {}
+    for name in weight_map.ignored:
+        tensor = identity.tensors[name]
+        like = same.get((tensor.dtype, tensor.shape, tensor.digest))
+        if like is not None:
+            found[name] = like
+    return found
+
+
+def _ends(request: Mapping[str, Any]) -> dict[str, Any]:
+    keys = ("from_step", "from_state", "to_step", "to_state")
+    return {"update_id": request["id"], **{key: request[key] for key in keys}}
+
+
+@dataclass
+class Prepared:
+    """A staged update as the state machine wants it.
+
+    ``digests``: of the result's tensors. ``full_sums``: touch sums of a full one's result.
+    ``reload``: loads what cannot be written in place; it comes last, as it cannot be taken back.
+    """
+
+    staged: staging.Staged
+    digests: Digests
+    fetched_bytes: int
+    seconds: dict[str, float]
+    full_sums: Mapping[str, int] | None = field(default=None, repr=False)
+    reload: Callable[[], object] | None = field(default=None, repr=False)
+    reloading: bool = False
+
+    @property
+    def elements(self) -> int:
+        return self.staged.elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.staged.nbytes
+
+    @property
+    def reloaded(self) -> tuple[str, ...]:
+        return self.staged.reload
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return self.staged.ignored
+
+    @property
+    def values(self) -> Values:
+        return self.staged.sums.values
+
+    def judge(self, total: Values) -> str:
+        """See contract.Staged."""
+        return self.staged.sums.judge(total)
+
+    def sums_after(self, before: Mapping[str, int], total: Values) -> dict[str, int]:
+        """See contract.Staged."""
+        if self.full_sums is not None:
+            return dict(self.full_sums)
+        found = dict(before)
+        for row, values in zip(self.staged.sums.rows, total.view(np.uint64), strict=True):
+            old, new = int(values[0]), int(values[1])
+            name = row.record.name
+            found[name] = new if row.record.whole else (found[name] - old + new) % (1 << 64)
+        return found
+
+    def check(self) -> bool:
+        """See contract.Staged."""
+        return self.staged.check()
+
+    def write(self) -> None:
+        """See contract.Staged."""
+        self.staged.write()
+        if self.reload is not None:
+            if not self.staged.verify():
+                raise DeltactlError("what was written did not read back")
+            self.reloading = True
+            self.reload()
+
+    def verify(self) -> bool:
+        """See contract.Staged."""
+        return self.staged.verify()
+
+    def roll_back(self) -> bool:
+        """See contract.Staged."""
+        return self.staged.roll_back() and not self.reloading

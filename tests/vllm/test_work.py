@@ -1,0 +1,363 @@
+"""One rank's work and the state machine together: small torch models, in slices over threads."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltactl.bucket.local import LocalBucket
+from deltactl.core.chain import delta_name, read_chain
+from deltactl.core.checkpoint import Checkpoint
+from deltactl.core.publish import push
+from deltactl.vllm.serving import Serving
+from deltactl.vllm.work import ModelWork
+from tests.support.checkpoints import Spec, changed, random_tensor, write_hf_directory
+from tests.support.ranks import thread_peers, together
+
+ENCODINGS = {2: "raw", 3: "gap_delta", 4: "ulp", 5: "ulp_ctx", 6: "ulp", 7: "ulp"}
+EMPTY, DENSE, TIP = 5, 6, 7
+LIMIT = 30.0
+
+
+class Sliced(nn.Module):
+    """``fused``: this rank's rows of "a", then of "b". ``norm`` is whole on every rank; "unused" is
+    taken and left. With ``odd`` the loader changes "norm", so that no map can express it."""
+
+    def __init__(self, rank: int, ranks: int, odd: bool = False) -> None:
+        super().__init__()
+        self.rank, self.ranks, self.odd = rank, ranks, odd
+        self.fused = nn.Parameter(torch.zeros(24 // ranks, 8, dtype=torch.bfloat16))
+        self.norm = nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
+        self.requires_grad_(False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        rows = 12 // self.ranks
+        for name, tensor in weights:
+            if name in ("a", "b"):
+                part = tensor.narrow(0, self.rank * rows, rows)
+                self.fused.data.narrow(0, "ab".index(name) * rows, rows).copy_(part)
+            elif name == "norm":
+                self.norm.data.copy_(tensor.flip(0) if self.odd else tensor)
+
+
+def first() -> dict[str, Spec]:
+    return {
+        "a": random_tensor("BF16", (12, 8), 1),
+        "b": random_tensor("BF16", (12, 8), 2),
+        "norm": random_tensor("BF16", (40,), 3),
+        "unused": random_tensor("BF16", (5,), 4),
+    }
+
+
+class Steps:
+    """A chain, and the checkpoint of each of its steps."""
+
+    def __init__(self, root: Path, tensors: dict[int, dict[str, Spec]]) -> None:
+        self.root, self.tensors = root, tensors
+        self.bucket = LocalBucket(root / "bucket")
+        for step, tensors in self.tensors.items():
+            made = write_hf_directory(self.checkpoint(step), tensors, shards=2)
+            encoding = ENCODINGS.get(step, "ulp")
+            push(made, self.bucket, step=step, encoding=encoding, anchor_every=0)
+        chain = read_chain(self.bucket)
+        self.states = {step: chain.state_at(step) for step in self.tensors}
+
+    def checkpoint(self, step: int) -> Path:
+        return self.root / f"step_{step}"
+
+
+class Place:
+    """Ranks that serve a copy of a chain's first step. ``reload``: of one rank's model."""
+
+    def __init__(
+        self, steps: Steps, root: Path, ranks: int = 1, *, odd: bool = False, reload: Any = None
+    ) -> None:
+        self.tensors, self.bucket, self.states = steps.tensors, steps.bucket, steps.states
+        self.directory = root / "model"
+        shutil.copytree(steps.checkpoint(1), self.directory)
+        since = time.time_ns() + 1
+        self.models = [Sliced(rank, ranks, odd) for rank in range(ranks)]
+        for model in self.models:
+            model.load_weights(as_torch(self.tensors[1]))
+        peers = thread_peers(ranks)
+        self.ranks = [
+            Serving(
+                ModelWork(
+                    model, lambda: self.directory, ranks, since, reload and partial(reload, model)
+                ),
+                peers[n],
+            )
+            for n, model in enumerate(self.models)
+        ]
+
+    def each(self, act: Any) -> list[dict[str, Any]]:
+        together(self.ranks, act)
+        return self.now()
+
+    def now(self) -> list[dict[str, Any]]:
+        return [rank.state() for rank in self.ranks]
+
+    def until(self, key: str, busy: str) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + LIMIT
+        while busy in [_phase(row[key]) for row in self.now()]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        return self.now()
+
+    def ready(self) -> list[dict[str, Any]]:
+        steps = {state: step for step, state in self.states.items()}
+        self.each(lambda rank: rank.identify(steps))
+        self.until("identity", "running")
+        return self.each(lambda rank: rank.record_map())
+
+    def stage(self, to: int, *, full: bool = False) -> list[dict[str, Any]]:
+        before = self.now()[0]
+        request = {
+            "id": f"to {to}",
+            "bucket": self.bucket.url,
+            "from_step": before["step"],
+            "from_state": before["state"],
+            "to_step": to,
+            "to_state": self.states[to],
+            "links": [] if full else [delta_name(n) for n in range(before["step"] + 1, to + 1)],
+            "full": full,
+        }
+        self.each(lambda rank: rank.stage(request))
+        self.until("update", "staging")
+        return self.each(lambda rank: rank.seal(f"to {to}"))
+
+    def update(self, to: int, *, full: bool = False) -> None:
+        sealed = self.stage(to, full=full)
+        assert {row["update"]["phase"] for row in sealed} == {"ready"}, sealed
+        done = self.each(lambda rank: rank.commit(f"to {to}"))
+        assert {row["update"]["phase"] for row in done} == {"committed"}, done
+        for row in self.each(lambda rank: rank.done(f"to {to}")):
+            assert (row["step"], row["state"], row["error"]) == (to, self.states[to], None)
+
+    def holds(self, step: int) -> bool:
+        """Whether every live bit is what loading that step would have made it."""
+        for model in self.models:
+            like = Sliced(model.rank, model.ranks, model.odd)
+            like.load_weights(as_torch(self.tensors[step]))
+            for mine, wanted in zip(model.parameters(), like.parameters(), strict=True):
+                if not torch.equal(mine.view(torch.int16), wanted.view(torch.int16)):
+                    return False
+        return True
+
+    def audit(self) -> dict[str, Any]:
+        self.each(lambda rank: rank.audit())
+        deadline = time.monotonic() + LIMIT
+        while (row := self.each(lambda rank: rank.seal_audit())[0]["audit"])["phase"] == "running":
+            assert time.monotonic() < deadline
+        return dict(row)
+
+
+def _phase(value: Any) -> Any:
+    return value["phase"] if isinstance(value, dict) else value
+
+
+def as_torch(tensors: dict[str, Spec]) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (name, torch.frombuffer(bytearray(data), dtype=torch.bfloat16).reshape(shape))
+        for name, (_, shape, data) in tensors.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Read it, never write."""
+    tensors = {1: first()}
+    for step in ENCODINGS:
+        share = {EMPTY: 0.0, DENSE: 1.0}.get(step, 0.1)
+        tensors[step] = {
+            name: spec if not share else changed(spec, share, step)
+            for name, spec in tensors[step - 1].items()
+        }
+    return Steps(tmp_path_factory.mktemp("steps"), tensors)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def place(request: pytest.FixtureRequest, steps: Steps, tmp_path: Path) -> Place:
+    return Place(steps, tmp_path, request.param)
+
+
+def test_the_step_is_found_by_what_the_directory_holds(place: Place) -> None:
+    for row in place.ready():
+        assert (row["identity"], row["step"], row["state"]) == ("known", 1, place.states[1])
+        assert row["map"] == {"tensors": 3, "unmapped": {}, "ignored": ["unused"]}
+
+
+def test_one_step_after_another(place: Place) -> None:
+    place.ready()
+    for step in range(2, TIP + 1):
+        if step == EMPTY:
+            assert place.stage(step)[0]["update"]["phase"] == "already"
+            place.each(lambda rank: rank.done(f"to {EMPTY}"))
+            continue
+        place.update(step)
+        assert place.holds(step)
+        assert place.audit() == {
+            "phase": "done", "checked": 3, "differing": [], "unaudited": ["unused"]
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("by", [(TIP,), (3, TIP), (EMPTY, DENSE, TIP), (DENSE, TIP)])
+def test_many_links_at_once(place: Place, by: tuple[int, ...]) -> None:
+    place.ready()
+    for step in by:
+        place.update(step)
+        assert place.holds(step)
+        assert place.audit()["differing"] == []
+
+
+def test_every_tensor_anew_forth_and_back(place: Place) -> None:
+    place.ready()
+    for step in (TIP, 1, 3):
+        place.update(step, full=True)
+        assert place.holds(step)
+        assert place.audit()["differing"] == []
+    place.update(4)
+    assert place.holds(4)
+
+
+def test_a_directory_that_was_replaced_before_it_was_looked_at(
+    steps: Steps, tmp_path: Path
+) -> None:
+    """It holds a later step than the one that was loaded: nothing is taken for proven."""
+    place = Place(steps, tmp_path, 2)
+    shutil.rmtree(place.directory)
+    shutil.copytree(steps.checkpoint(3), place.directory)
+    for row in place.ready():
+        assert row["map"] is None
+        assert "has changed since" in row["error"]["what"]
+    assert place.stage(4)[0]["update"] is None
+    assert place.holds(1)
+
+
+def test_a_directory_that_was_replaced_by_the_same(steps: Steps, tmp_path: Path) -> None:
+    """What is live is proven to be what it holds, whatever became of its files."""
+    place = Place(steps, tmp_path, 2)
+    shutil.rmtree(place.directory)
+    shutil.copytree(steps.checkpoint(1), place.directory)
+    place.ready()
+    place.update(2)
+    assert place.holds(2)
+
+
+def test_a_directory_that_is_gone(steps: Steps, tmp_path: Path) -> None:
+    place = Place(steps, tmp_path, 2)
+    shutil.rmtree(place.directory)
+    for row in place.ready():
+        assert (row["identity"], row["map"]) == ("failed", None)
+        assert row["error"]["kind"] == "NotFound"
+    shutil.copytree(steps.checkpoint(1), place.directory)
+    place.ready()
+    place.update(2)
+    assert place.holds(2)
+
+
+def test_a_live_bit_that_is_not_the_directory_s_is_not_patched(
+    steps: Steps, tmp_path: Path
+) -> None:
+    place = Place(steps, tmp_path)
+    place.models[0].fused.view(torch.int16)[0, 0] ^= 1
+    (row,) = place.ready()
+    assert set(row["map"]["unmapped"]) == {"a"}
+    assert row["map"]["tensors"] == 2
+
+
+def reload_norm(model: Sliced, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
+    assert names == ("norm",)
+    tensor = checkpoint.tensors["norm"]
+    model.load_weights(as_torch({"norm": (tensor.dtype, tensor.shape, bytes(tensor.data))}))
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_what_no_map_can_express_goes_through_the_loader(
+    steps: Steps, tmp_path: Path, full: bool
+) -> None:
+    place = Place(steps, tmp_path, 2, odd=True, reload=reload_norm)
+    assert set(place.ready()[0]["map"]["unmapped"]) == {"norm"}
+    for row in place.stage(3, full=full):
+        assert row["update"]["reloaded"] == ["norm"]
+    place.each(lambda rank: rank.discard("to 3"))
+    place.update(3, full=full)
+    assert place.holds(3)
+    found = place.audit()
+    assert (found["differing"], found["unaudited"]) == ([], ["norm", "unused"])
+    place.update(TIP, full=full)
+    assert place.holds(TIP)
+
+
+def test_what_no_map_can_express_where_nothing_else_loads_it(steps: Steps, tmp_path: Path) -> None:
+    place = Place(steps, tmp_path, odd=True)
+    place.ready()
+    (row,) = place.stage(3)
+    assert row["update"]["phase"] == "failed"
+    assert row["update"]["error"]["found"] == "norm"
+    assert place.holds(1)
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_a_loader_that_fails_leaves_the_server_poisoned(
+    steps: Steps, tmp_path: Path, fails: int
+) -> None:
+    """Half of it may be loaded: nobody knows, and a full update has to write it all."""
+    broken = [True]
+
+    def reload(model: Sliced, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
+        if broken and model.rank == fails:
+            model.norm.data[3] = 7
+            raise MemoryError
+        reload_norm(model, names, checkpoint)
+
+    place = Place(steps, tmp_path, 2, odd=True, reload=reload)
+    place.ready()
+    place.stage(3)
+    for row in place.each(lambda rank: rank.commit("to 3")):
+        assert row["update"]["phase"] == "failed"
+        assert row["poisoned"] is not None
+    broken.clear()
+    place.each(lambda rank: rank.discard("to 3"))
+    place.update(3, full=True)
+    assert place.holds(3)
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("moved", ["unused", "norm"])
+def test_a_tensor_that_another_stands_for_has_to_stay_its_equal(
+    tmp_path: Path, moved: str, full: bool
+) -> None:
+    """As the output layer that is tied to an embedding: the loader takes it and keeps nothing."""
+    tied = first() | {"unused": first()["norm"]}
+    both = {**tied, **dict.fromkeys(("unused", "norm"), changed(tied["norm"], 0.2, 5))}
+    apart = {**both, moved: changed(both[moved], 0.2, 6)}
+    place = Place(Steps(tmp_path / "steps", {1: tied, 2: both, 3: apart}), tmp_path)
+    place.ready()
+    (row,) = place.stage(3, full=full)
+    assert row["update"]["phase"] == "failed"
+    assert row["update"]["error"]["kind"] == "Unsupported"
+    assert row["update"]["error"]["tensor"] == "unused"
+    place.each(lambda rank: rank.discard("to 3"))
+    place.update(2, full=full)
+    assert place.holds(2)
+
+
+def test_a_step_with_another_tensor_is_refused(tmp_path: Path) -> None:
+    more = first() | {"new": random_tensor("BF16", (3,), 9)}
+    place = Place(Steps(tmp_path / "steps", {1: first(), 2: more}), tmp_path)
+    place.ready()
+    for full in (False, True):
+        (row,) = place.stage(2, full=full)
+        assert row["update"]["error"]["kind"] == "Unsupported"
+        assert row["update"]["error"]["tensor"] == "new"
+        place.each(lambda rank: rank.discard("to 2"))
+    assert place.holds(1)
