@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -149,23 +149,41 @@ def run_vllm_server(
     ``world_size``: tensor-parallel ranks. ``eager``: without torch.compile. Raises RuntimeError
     with the log's tail if it ends or is not healthy in time.
     """
-    scratch.mkdir(parents=True, exist_ok=True)
     port = free_ports(1)[0]
-    command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model)]
+    command = ["vllm", "serve", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
     command += ["--dtype", "bfloat16", "--max-model-len", "256", "--max-num-seqs", "8"]
     command += ["--tensor-parallel-size", str(world_size), *options]
     command += ["--enforce-eager"] if eager else []
     command += ["--worker-extension-cls", extension] if extension else []
+    given = dict(environment or {})
+    with started(command, port, model, scratch, world_size=world_size, environment=given) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def started(
+    command: Sequence[str],
+    port: int,
+    model: Path,
+    scratch: Path,
+    *,
+    world_size: int = 1,
+    environment: Mapping[str, str],
+    cwd: Path = ROOT,
+) -> Iterator[VllmServer]:
+    """The server that a command line starts at a port; see ``run_vllm_server``."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    program = str(Path(sys.executable).parent / command[0])
     log = scratch / f"vllm-{port}.log"
     with open(log, "wb") as out:
         supervisor = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.supervised", *command],
+            [sys.executable, "-m", "tests.support.supervised", program, *command[1:]],
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=_environment(scratch, world_size) | dict(environment or {}),
+            cwd=cwd,
+            env=_environment(scratch, world_size) | dict(environment),
         )
     server = VllmServer(f"http://127.0.0.1:{port}", model, log, world_size, supervisor)
     try:
