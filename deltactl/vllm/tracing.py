@@ -63,7 +63,10 @@ class LiveStorages:
         """The number of the storage that the tensor is a view of; None for one that is not live."""
         if not self.all or tensor.device.type == "meta" or tensor.layout != torch.strided:
             return None
-        address = tensor.untyped_storage().data_ptr()
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # a tensor that wraps others, or stands for none
+            return None
         at = self._order[bisect_right(self._starts, address) - 1]
         live = self.all[at]
         return at if live.start <= address < live.start + live.nbytes else None
@@ -87,7 +90,8 @@ class Write:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records writes in order, and in ``spoilt`` which tensors cannot be followed, and why.
 
-    ``in_hand``: the tensor that the loader was given last; to be kept up to date.
+    ``in_hand``: the tensor that the loader was given last; to be kept up to date. ``in_step``:
+    whether each tensor was copied before the next one was given.
     """
 
     def __init__(self, live: LiveStorages) -> None:
@@ -99,6 +103,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.writes: list[Write] = []
         self.spoilt: dict[str, str] = {}
         self.in_hand: str | None = None
+        self.in_step = True
 
     def feed(self, spec: TensorSpec) -> torch.Tensor:
         """Zeros of that shape and dtype, which are recognised wherever they go."""
@@ -162,22 +167,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.writes.append(Write(at, None, 0, offset, (), offset, offset + reach))
 
     def _copied(self, to: torch.Tensor, source: torch.Tensor) -> Write:
-        block, at = self._block(source), self._live.find(to)
-        assert block is not None and at is not None  # as the caller found
-        if source.dtype != to.dtype:
-            raise Lost(f"the loader casts it from {_plain(source.dtype)} to {_plain(to.dtype)}")
-        if source.dtype.itemsize != block.width:
-            raise Lost("the loader views it with elements of another width")
+        at = self._live.find(to)
+        assert at is not None  # as the caller found
         if to.dtype.itemsize != self._live.all[at].width:
             raise Lost("the loader views the parameter with elements of another width")
-        source = source.expand(to.shape)
-        if any(n > 1 and not s for n, s in zip(source.shape, source.stride(), strict=True)):
-            raise Lost("the loader copies one element of it to many")
-        axes = list(zip(source.shape, source.stride(), to.stride(), strict=True))
-        source_offset, found = block.source_of(source.data_ptr(), axes)
+        block, source_offset, axes = self._way(source, to)
+        self.in_step &= block.name == self.in_hand
         offset = self._offset(to, at)
-        last = offset + _reach(to)
-        return Write(at, block.name, source_offset, offset, tuple(found), offset, last)
+        return Write(
+            at, block.name, source_offset, offset, tuple(axes), offset, offset + _reach(to)
+        )
 
     def _offset(self, tensor: torch.Tensor, at: int) -> int:
         live = self._live.all[at]
@@ -189,30 +188,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             source.size(), source.stride(), dtype=source.dtype, device="meta"
         )
         like = func(twin, **{k: v for k, v in kwargs.items() if k not in _PLACEMENT})
-        memory = self._arena.take((_reach(like) + 1) * like.dtype.itemsize if like.numel() else 0)
-        found = torch.from_numpy(memory).view(like.dtype).as_strided(like.size(), like.stride())
-        block = self._block(source)
-        assert block is not None
+        memory = self._arena.take((_reach(like) + 1) * like.dtype.itemsize)
         try:
-            if like.dtype != source.dtype:
-                names = _plain(source.dtype), _plain(like.dtype)
-                raise Lost("the loader casts it from {} to {}".format(*names))
-            if source.dtype.itemsize != block.width:
-                raise Lost("the loader copies it with elements of another width")
-            if any(n > 1 and not s for n, s in zip(source.shape, source.stride(), strict=True)):
-                raise Lost("the loader copies one element of it to many")
-            axes = list(zip(source.shape, source.stride(), like.stride(), strict=True))
-            source_offset, ways = block.source_of(source.data_ptr(), axes)
+            block, source_offset, ways = self._way(source, like)
         except Lost as lost:
-            self._spoil(block.name, str(lost))
-            return found
-        start = memory.ctypes.data
-        layout = sorted(((n, own, way) for n, way, own in ways), key=lambda axis: -axis[1])
-        self._blocks.add(
-            Block(start, start + memory.nbytes, block.name, block.width, source_offset,
-                  tuple(layout) or ((1, 1, 1),))
-        )  # fmt: skip
-        return found
+            self._spoil(next(iter(self._sources((source,), {}))), str(lost))
+        else:
+            start = memory.ctypes.data
+            axes = sorted(((n, own, way) for n, way, own in ways), key=lambda axis: -axis[1])
+            stop, whole = start + memory.nbytes, tuple(axes) or ((1, 1, 1),)
+            self._blocks.add(Block(start, stop, block.name, block.width, source_offset, whole))
+        return torch.from_numpy(memory).view(like.dtype).as_strided(like.size(), like.stride())
+
+    def _way(self, source: torch.Tensor, to: torch.Tensor) -> tuple[Block, int, list[Axis]]:
+        """The block of which ``source`` is a view, and offset and axes in its checkpoint tensor of
+        a copy to a tensor like ``to``. Raises Lost where the copy is more than that."""
+        block = self._block(source)
+        assert block is not None  # as the callers found
+        if source.dtype != to.dtype:
+            raise Lost(f"the loader casts it from {_plain(source.dtype)} to {_plain(to.dtype)}")
+        if source.dtype.itemsize != block.width:
+            raise Lost("the loader views it with elements of another width")
+        source = source.expand(to.shape)
+        if any(n > 1 and not s for n, s in zip(source.shape, source.stride(), strict=True)):
+            raise Lost("the loader copies one element of it to many")
+        axes = list(zip(source.shape, source.stride(), to.stride(), strict=True))
+        return block, *block.source_of(source.data_ptr(), axes)
 
     def _block(self, tensor: torch.Tensor) -> Block | None:
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.numel():

@@ -169,16 +169,22 @@ class _Recording:
             given, error = self._load(todo)
             if error is None:
                 self._fail(todo[given:], "the loader did not ask for it")
-                todo = []
-            elif given in (0, len(todo)) and len(todo) > 1:  # it takes all before it does anything
+                break
+            if not self._recorder.in_step:  # whichever it is that it fails with
                 again += todo
-                todo = []
-            else:
-                self._fail(todo[max(given, 1) - 1 : max(given, 1)], error)
-                copied = self._copied()
-                again += [spec for spec in todo[: given - 1] if spec.name not in copied]
-                todo = todo[max(given, 1) :]
-        self._fail(todo, f"the loader failed with {_FAILURES} tensors before this one")
+                break
+            if not given:
+                self._fail(todo, error)
+                break
+            if given < len(todo):
+                self._fail([todo[given - 1]], error)
+            else:  # it may have taken all before it did anything
+                again.append(todo[-1])
+            copied = self._copied()
+            again += [spec for spec in todo[: given - 1] if spec.name not in copied]
+            todo = todo[given:]
+        else:
+            self._fail(todo, f"the loader failed with {_FAILURES} tensors before this one")
         self._one_by_one(again)
 
     def _one_by_one(self, specs: Sequence[TensorSpec]) -> None:
