@@ -77,7 +77,11 @@ class Serving(Served):
             raise Conflict("another update is under way", found=f"{before.id}: {before.phase}")
         if self._map is None:
             what = "the weight map has not been recorded and proven"
-            raise UsageError(what, found=f"identity {self._identity}", hint="deltactl_map")
+            raise UsageError(
+                what,
+                found=f"identity {self._identity}",
+                hint="call deltactl_identify, then deltactl_map",
+            )
         if update.full:
             return
         if self._poison is not None:
