@@ -125,7 +125,11 @@ class Served:
                 raise Conflict("the ranks were loaded from different states")
             assert self._found is not None
             names, total = sorted(self._sums), unsigned(self._peers.total(self._found))
-            self._work.prove(dict(zip(names, total, strict=True)), self._sums)
+            try:
+                self._work.prove(dict(zip(names, total, strict=True)), self._sums)
+            except DeltactlError as error:
+                self._identity, self._standing = "failed", error
+                raise
             self._map, self._found = self._work.describe(), None
 
     def audit(self) -> None:

@@ -77,7 +77,11 @@ class Serving(Served):
             raise Conflict("another update is under way", found=f"{before.id}: {before.phase}")
         if self._map is None:
             what = "the weight map has not been recorded and proven"
-            raise UsageError(what, found=f"identity {self._identity}", hint="deltactl_map")
+            raise UsageError(
+                what,
+                found=f"identity {self._identity}",
+                hint="call deltactl_identify, then deltactl_map",
+            )
         if update.full:
             return
         if self._poison is not None:
@@ -132,12 +136,13 @@ class Serving(Served):
             return
         total = self._peers.total(mine.staged.values)
         try:
-            mine.phase = mine.staged.judge(total)
+            phase = mine.staged.judge(total)
+            mine.sums_after = mine.staged.sums_after(self._sums, total)
         except Exception as raised:  # on every rank alike
             mine.end("refused", wrapped(raised, "the sums could not be compared"))
             return
-        mine.total = total
-        if mine.phase == "already":
+        mine.phase = phase
+        if phase == "already":
             self._take_over(mine, "already")
 
     def commit(self, id_: str) -> None:
@@ -167,7 +172,17 @@ class Serving(Served):
                 update.end("refused", error or DeltactlError("another rank refused the update"))
 
     def _write(self, update: Update) -> None:
-        """Every rank has checked: write and read back, and take it back if any rank failed."""
+        """Every rank has checked: write and read back, and take it back if any rank failed.
+
+        What is not foreseen, as that a rank is gone, leaves weights that nobody knows.
+        """
+        try:
+            self._write_or_restore(update)
+        except Exception as raised:
+            with self._lock:
+                self._poisoned_by(update, wrapped(raised, "the ranks could not agree"))
+
+    def _write_or_restore(self, update: Update) -> None:
         staged, error = _staged(update), None
         try:
             self._timed(update, "write", staged.write)
@@ -182,14 +197,18 @@ class Serving(Served):
         error = error or DeltactlError("another rank could not write its part")
         restored = self._peers.least(self._restored(staged))
         with self._lock:
-            self._error = error
             if restored:
+                self._error = error
                 update.end("rolled_back", error)
-                return
-            update.end("failed", error)
-            what = "an update failed half-way and could not be taken back"
-            self._poison = DeltactlError(what, found=str(error), hint=REPAIR)
-            self._step = self._state = None
+            else:
+                self._poisoned_by(update, error)
+
+    def _poisoned_by(self, update: Update, error: DeltactlError) -> None:
+        """Nobody knows the weights. With the lock held."""
+        what = "an update failed half-way and could not be taken back"
+        self._poison = DeltactlError(what, found=str(error), hint=REPAIR)
+        self._error, self._step, self._state = error, None, None
+        update.end("failed", error)
 
     def _restored(self, staged: Staged) -> int:
         try:
@@ -199,9 +218,8 @@ class Serving(Served):
 
     def _take_over(self, update: Update, phase: str) -> None:
         """What is live now is the target. With the lock held."""
-        request, total = update.request, update.total
-        assert total is not None
-        self._sums = _staged(update).sums_after(self._sums, total)
+        request = update.request
+        self._sums = update.sums_after
         self._work.took_over(update.staged)
         self._state, self._step = request["to_state"], request["to_step"]
         self._bucket, self._poison, self._error = request["bucket"], None, self._standing

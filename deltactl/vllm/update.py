@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltactl.core.errors import DeltactlError, UsageError
-from deltactl.vllm.contract import Staged, Values
+from deltactl.vllm.contract import Staged
 
 STEADY = ("staging", "staged", "ready")
 """Phases of an update that is under way: another has to wait, or to discard it."""
@@ -25,7 +25,7 @@ class Update:
     staged: Staged | None = None
     error: DeltactlError | None = None
     told: dict[str, Any] = field(default_factory=dict)
-    total: Values | None = None  # the staged values of all ranks
+    sums_after: dict[str, int] = field(default_factory=dict)  # of all tensors, once it is sealed
 
     @property
     def id(self) -> str:

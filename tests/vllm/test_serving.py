@@ -391,6 +391,27 @@ def test_what_cannot_be_rolled_back_is_poisoned_until_a_full_update(pair: Ranks,
     assert audited(pair)["differing"] == []
 
 
+def test_a_rank_that_is_gone_in_the_middle_of_a_commit(
+    pair: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collective fails on those that are left; what each of them then holds is not known."""
+    pair.stage()
+    pair.seal()
+    for rank, toy in zip(pair.ranks, pair.toys, strict=True):
+        peers, least = rank._peers, rank._peers.least
+
+        def fail(mine: int, toy: Toy = toy, least: Callable[[int], int] = least) -> int:
+            if "write" in toy.calls:
+                raise RuntimeError("the connection was closed by the peer")
+            return least(mine)
+
+        monkeypatch.setattr(peers, "least", fail)
+    assert pair.commit() == ["failed", "failed"]
+    for state in pair.states():
+        assert "closed by the peer" in state["poisoned"]["found"]
+        assert state["step"] is state["state"] is None
+
+
 def test_an_update_that_is_live_already(server: Ranks) -> None:
     assert phases(server.stage(after=1, before=5)) == all_of(server, "already")
     assert server.commit() == all_of(server, "already")
