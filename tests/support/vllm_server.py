@@ -26,7 +26,7 @@ from tests.support.supervised import descendants_of
 ROOT = Path(__file__).parents[2]
 EXTENSION = "tests.support.vllm_debug.DebugExtension"
 BACKEND = '{"backend":"deltactl"}'
-_READY = 300.0  # seconds from the start of the process to the first healthy answer
+_READY = 900.0  # seconds from the start of the process to the first healthy answer
 _ANSWER = 120.0  # seconds that any request may take
 _TAIL = 6000  # characters of the log in a failure's message
 
