@@ -101,4 +101,4 @@ def _once(base: Checkpoint, result: Checkpoint, encoding: str, clock: Clock) -> 
             diff(base, result, file, encoding=encoding)
         delta = open_delta(path)
         decode_all(base, delta)
-        return clock() - start, delta.header.payload_bytes
+        return clock() - start, delta.payload_bytes

@@ -113,6 +113,11 @@ class Delta:
     def records(self) -> dict[str, Record]:
         return self.header.records
 
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all entries."""
+        return self.header.payload_bytes
+
     def check_payload(self) -> None:
         """Compare the payload with its digest. Raises Malformed; Unproven where there is none."""
         for file in self._files:
