@@ -13,6 +13,7 @@ from pathlib import Path
 from deltactl.core.bits import Bytes
 from deltactl.core.delta_header import (
     DENSE,
+    DeltaHeader,
     PartFile,
     check_entries,
     parse_delta,
@@ -25,6 +26,16 @@ from deltactl.core.errors import Malformed, NotFound, Unproven
 from deltactl.core.header import Record
 from deltactl.core.reading import read_index
 from deltactl.core.safetensors_io import Header, map_file
+
+__all__ = [
+    "DENSE",
+    "Delta",
+    "DeltaHeader",
+    "open_delta",
+    "parse_delta",
+    "part_fault",
+    "payload_fault",
+]
 
 
 def payload_fault(file: object, expected: str, found: str) -> Malformed:
