@@ -60,7 +60,7 @@ def directory_snapshot(
     files = [
         AnchorFile(name, size, written.headers[name], True) for name, size in written.files.items()
     ]
-    files += [_described(directory / name, name) for name in aux]
+    files += [described(directory / name, name) for name in aux]
     index = directory / INDEX
     index.write_bytes(anchor_index(step, written.tensors, written.weight_map, tuple(files)))
     prefix = anchor_directory(step)
@@ -68,7 +68,8 @@ def directory_snapshot(
     return Snapshot(step, written.state, f"{prefix}/{INDEX}", index, paths)
 
 
-def _described(path: Path, name: str) -> AnchorFile:
+def described(path: Path, name: str) -> AnchorFile:
+    """A file that travels with an anchor, by the name ``name``."""
     digest = hasher()
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):

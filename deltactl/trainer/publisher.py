@@ -114,7 +114,7 @@ class Publisher(Stepping[Line]):
             stack.callback(held.close)
             start = begin(opened, place / "base", held)
             tensors = self._naming.tensors()
-            check_same_model(held, _specs(live_tensors(tensors, dtype)), opened.url)
+            check_same_model(held.tensors, _specs(live_tensors(tensors, dtype)), opened.url)
             aux = collect(unwrapped(model), files, dtype, place / "files")
             base = LocalBase(place / "base", aux)
             self._newest = start.newest

@@ -44,7 +44,7 @@ def scratch_directory(
 
 
 def emptied(place: Path) -> Path:
-    """Made anew. Nothing in it is of use: what an earlier run had not got confirmed is found anew."""
+    """The directory, empty: what an earlier run had not got confirmed is found anew."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     return place

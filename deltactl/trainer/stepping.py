@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from abc import ABC, abstractmethod
 from types import TracebackType
@@ -32,6 +33,7 @@ class Stepping(ABC, Generic[L]):
         self._training, self._offset, self._newest = step or 0, 0, -1
         self._line: L | None = None
         self._stack = contextlib.ExitStack()
+        self._speaks = True  # or another rank says the same
 
     def _stepped(self, *_: Any) -> None:
         self.publish()
@@ -69,7 +71,8 @@ class Stepping(ABC, Generic[L]):
         if number <= self._newest:
             self._offset = self._newest + 1 - self._training
             number = self._newest + 1
-            log.warning(
+            log.log(
+                logging.WARNING if self._speaks else logging.DEBUG,
                 "training step %d is published as step %d: a chain's steps only rise, and this one "
                 "has got to %d", self._training, number, self._newest,
             )  # fmt: skip
