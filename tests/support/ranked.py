@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.verify import verify_bucket
-from deltactl.trainer import AnchorEvery, RanksPublisher
+from deltactl.trainer import Every, RanksPublisher
+from deltactl.trainer.ranks import group
 from tests.support.page_reader import state_digest
 from tests.support.publishing import Bits, MoodyBucket, bits_of
 
@@ -84,7 +86,7 @@ class Run:
         self.cast: torch.dtype | None = None
 
     def publisher(self, model: torch.nn.Module, **options: Any) -> RanksPublisher:
-        options = {"anchors": AnchorEvery(3), "scratch": self.root / "scratch"} | options
+        options = {"anchors": Every(3), "scratch": self.root / "scratch"} | options
         return RanksPublisher(model, self.bucket, **options)
 
     def note(self, model: torch.nn.Module, step: int) -> None:
@@ -141,6 +143,46 @@ def fsdp(run: Run) -> None:
     three_lines(run, model, 5)
 
 
+def callback(run: Run) -> None:
+    """As transformers' Trainer calls it, on every rank."""
+    from deltactl.trainer import DeltaCallback
+
+    model = uneven()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    callback = DeltaCallback(run.bucket, scratch=run.root / "scratch")
+    for step in range(4):
+        state = SimpleNamespace(global_step=step)
+        if step == 0:
+            callback.on_train_begin(None, state, None, model=model)
+            continue
+        run.train(model, optimizer, step)
+        callback.on_step_end(None, state, None)
+        run.note(model, step)
+    callback.on_train_end(None, None, None)
+    assert isinstance(callback.publisher, RanksPublisher)
+    assert callback.publisher.error is None
+
+
+def share(run: Run) -> None:
+    """What a rank holds is its share of the model, and not more."""
+    model = uneven(seed=run.seed)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with run.publisher(model, optimizer=optimizer) as publisher:
+        run.train(model, optimizer, 1)
+        run.note(model, 1)
+        publisher._agree(publisher._line, wait=True)  # type: ignore[arg-type]
+        assert publisher._line is not None
+        watched = publisher._parts._capturer.mirror.nbytes
+        state = model.state_dict().values()
+        sharded = [t for t in state if isinstance(t, DTensor)]
+        local = sum(t.to_local().nbytes for t in sharded)
+        total = sum(t.nbytes for t in sharded)
+        assert watched - local in (0, 8), "besides the buffer, the parts that it holds"
+        assert publisher._line._owned.nbytes <= total / run.count + 8 + 13 * 30 * 2
+
+
 def masters(run: Run) -> None:
     """Float32 masters, published as bfloat16, mirrors on the disk."""
     model = uneven(torch.float32)
@@ -193,6 +235,7 @@ class Placed(torch.nn.Module):
 
 def placements(run: Run) -> None:
     """Every kind of placement, changed by hand: a few elements, all, none."""
+    vars(group)["_ROUND"] = 64  # so that what is exchanged takes many rounds
     model = Placed(init_device_mesh("cpu", (2, run.count // 2)))
     with run.publisher(model) as publisher:
         for step in range(1, 5):
@@ -267,7 +310,7 @@ def gives_up(run: Run) -> None:
     model = uneven()
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    publisher = run.publisher(model, optimizer=optimizer, anchors=AnchorEvery(0))
+    publisher = run.publisher(model, optimizer=optimizer, anchors=Every(0))
     assert isinstance(run.bucket, MoodyBucket)
     for step in range(1, 4):
         if run.rank == 1:

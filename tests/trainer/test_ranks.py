@@ -19,6 +19,7 @@ from tests.support.ranked import kills, noted, ranks
 TWO_AND_FOUR = [
     ("fsdp", 2), ("fsdp", 4), ("masters", 2), ("masters", 4), ("ddp", 2), ("ddp", 4),
     ("placements", 2), ("placements", 4), ("hsdp", 4), ("tensor_parallel", 4), ("fsdp", 1),
+    ("callback", 2), ("share", 4),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltactl.core.anchor import INDEX, AnchorFile, anchor_index
+from deltactl.core.cadence import Cadence, Run
 from deltactl.core.chain import anchor_directory
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.errors import Malformed
@@ -16,11 +17,11 @@ from deltactl.core.header import utf8
 from deltactl.core.safetensors_io import Header
 from deltactl.core.snapshot import described
 from deltactl.core.store import Bucket
-from deltactl.trainer.policy import AnchorPolicy, SinceAnchor
+from deltactl.trainer.anchors import as_anchor, from_anchor, is_due, with_delta
 from deltactl.trainer.put import put_link
 from deltactl.trainer.ranks.shard import Shard, ShardFile, states_in
 from deltactl.trainer.ranks.watch import Watch
-from deltactl.trainer.report import Publication, log
+from deltactl.trainer.report import Publication
 from deltactl.trainer.worker import Worker
 
 
@@ -100,22 +101,22 @@ class Loose:
 class Anchors:
     """Makes later anchors, in the background.
 
-    The first rank alone asks the policy, when a link is confirmed; what it says comes to the others
-    with the next step, and all begin then (``advance``). Also where no anchor is due parts are
-    taken into the shard once they are as large as it is.
+    The first rank alone asks the cadence, when a link is confirmed; what it says comes to the
+    others with the next step, and all begin then (``advance``). Also where no anchor is due parts
+    are taken into the shard once they are as large as it is.
     """
 
     def __init__(
         self,
         shards: Shards,
         file: ShardFile,
-        policy: AnchorPolicy,
-        since: SinceAnchor | None,
+        cadence: Cadence,
+        since: Run | None,
         *,
         done: Callable[[Publication], None],
         failed: Callable[[Exception, bool], None],
     ) -> None:
-        self._shards, self._file, self._policy, self._done = shards, file, policy, done
+        self._shards, self._file, self._cadence, self._done = shards, file, cadence, done
         self._since = since
         self._loose: list[Loose] = []
         self._links: list[Publication] = []  # confirmed, since the last anchor; on the first rank
@@ -145,29 +146,17 @@ class Anchors:
     def first(self, publication: Publication) -> None:
         """The chain's first anchor, or a new one of a chain that was not gone on with."""
         step = publication.step
-        self._since = SinceAnchor(step, step, 0, 0, publication.bytes)
+        self._since = from_anchor(step, publication.bytes, ())
 
     def confirmed(self, publication: Publication) -> None:
         """A delta that the bucket has."""
         with self._lock:
             assert self._since is not None
             self._links.append(publication)
-            self._since = since = replace(
-                self._since,
-                step=publication.step,
-                deltas=self._since.deltas + 1,
-                delta_bytes=self._since.delta_bytes + publication.bytes,
-            )
+            self._since = since = with_delta(self._since, publication)
         idle = self._worker.has_room and not self._worker.over and self.due <= self._begun
-        if idle and self._is_due(since):
+        if idle and is_due(self._cadence, since):
             self.due = publication.step
-
-    def _is_due(self, since: SinceAnchor) -> bool:
-        try:
-            return self._policy.due(since)
-        except Exception:  # another's code; the links go on without its anchors
-            log.exception("the policy of anchors failed at step %d", since.step)
-            return False
 
     # On the training's thread.
 
@@ -212,11 +201,10 @@ class Anchors:
             what = "the anchor is not the state that its step's delta leads to"
             raise Malformed(what, step=step, expected=link.state, found=state)
         with self._lock:
-            assert self._since is not None
             self._links = [link for link in self._links if link.step > step]
-            newer = [link.bytes for link in self._links]
-            self._since = SinceAnchor(self._since.step, step, len(newer), sum(newer), found.nbytes)
-        self._done(_as_anchor(link, found.nbytes, time.monotonic() - started))
+            self._since = from_anchor(step, found.nbytes, self._links)
+        anchor = as_anchor(link, time.monotonic() - started)
+        self._done(replace(anchor, bytes=found.nbytes))
 
     def close(self) -> None:
         """Finish what is under way."""
@@ -236,16 +224,3 @@ class _Advance:
             self._shard = self._anchors.take(self._loose)
         if self._step is not None:
             self._anchors.put(self._shard, self._step, self._started)
-
-
-def _as_anchor(delta: Publication, size: int, seconds: float) -> Publication:
-    return replace(
-        delta,
-        kind="anchor",
-        changed_elements=None,
-        encoding=None,
-        bytes=size,
-        seconds=seconds,
-        blocked_seconds=0.0,
-        merged_steps=0,
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from deltactl.core.cadence import Cadence
 from deltactl.core.chain import delta_directory
 from deltactl.core.delta_index import DELTA_INDEX, delta_index, parse_delta_index, part_name
 from deltactl.core.digest import state_digest
@@ -18,7 +19,6 @@ from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import States, write_delta
 from deltactl.trainer.line import PENDING
 from deltactl.trainer.mirror import Mirror
-from deltactl.trainer.policy import AnchorPolicy
 from deltactl.trainer.put import put_link
 from deltactl.trainer.ranks.anchors import Anchors, Loose, Shards
 from deltactl.trainer.ranks.capture import Sent, receive
@@ -84,7 +84,7 @@ class RankLine(Account):
         *,
         attempt: str,
         encoding: str,
-        policy: AnchorPolicy,
+        cadence: Cadence,
         notify: Notify | None,
     ) -> None:
         super().__init__(bucket.url, notify if layout.rank == 0 else None)
@@ -102,7 +102,7 @@ class RankLine(Account):
         self._shards = Shards(bucket, self._watch, layout.rank, count, aux, directory)
         self._links = Worker("deltactl-links", PENDING, self._link_failed)
         self._anchors = Anchors(
-            self._shards, self._file, policy, since,
+            self._shards, self._file, cadence, since,
             done=self._anchored, failed=self._anchor_failed,
         )  # fmt: skip
 

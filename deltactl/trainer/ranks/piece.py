@@ -101,6 +101,11 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     return piece
 
 
+def is_spread(model: torch.nn.Module) -> bool:
+    """Whether a model's parameters are distributed over ranks."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The elements that this rank holds, by themselves; no communication."""
     if not isinstance(tensor, DTensor):

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from deltactl.bucket import open_bucket
+from deltactl.core.cadence import Cadence, Every
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.store import Bucket
 from deltactl.trainer.account import Notify
@@ -28,7 +29,6 @@ from deltactl.trainer.names import (
     inner_optimizer,
     unwrapped,
 )
-from deltactl.trainer.policy import AnchorEvery, AnchorPolicy
 from deltactl.trainer.ranks.capture import Parts, describe
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import lay_out
@@ -72,7 +72,7 @@ class RanksPublisher(Stepping[RankLine]):
         optimizer: torch.optim.Optimizer | None = None,
         step: int | None = None,
         encoding: str = DEFAULT,
-        anchors: AnchorPolicy = AnchorEvery(10),  # noqa: B008 - frozen
+        anchors: Cadence = Every(),  # noqa: B008 - frozen
         when_busy: Literal["wait", "merge"] = "wait",
         files: Files | None = None,
         names: Names | None = None,
@@ -127,7 +127,7 @@ class RanksPublisher(Stepping[RankLine]):
                     emptied(place / "deltas"),
                     attempt=attempt,
                     encoding=encoding,
-                    policy=anchors,
+                    cadence=anchors,
                     notify=notify,
                 )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltactl.core.bits import elements
+from deltactl.core.cadence import Every, Run
 from deltactl.core.chain import read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.digest import state_digest
@@ -20,7 +21,6 @@ from deltactl.core.placement import Placement
 from deltactl.core.store import Bucket
 from deltactl.trainer.encode import States, digest_of
 from deltactl.trainer.mirror import Mirror
-from deltactl.trainer.policy import SinceAnchor
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import Layout
 from deltactl.trainer.report import log
@@ -33,7 +33,7 @@ class Plan:
     ``since`` and ``state`` are of the tip, where the chain goes on from it."""
 
     newest: int
-    since: SinceAnchor | None = None
+    since: Run | None = None
     state: str | None = None
 
 
@@ -82,7 +82,7 @@ def _plan(bucket: Bucket) -> Plan:
     if not chain.links and not chain.problems:
         return Plan(newest)
     try:
-        Placement(chain, 0).next_step(None)
+        Placement(chain, Every(0)).next_step(None)
         assert chain.tip is not None  # or the placement would have refused
         return Plan(newest, since_anchor(chain, chain.tip), chain.state_at(chain.tip))
     except DeltactlError as error:

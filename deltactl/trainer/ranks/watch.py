@@ -67,10 +67,10 @@ class Watch:
 
 def _header(bucket: Bucket, name: str) -> Header:
     """The header of a safetensors file, whose size is not known but by what it says."""
-    raw = bucket.read(name, 0, _GUESS)
+    raw = bytes(bucket.read(name, 0, _GUESS))
     length = header_length(raw, name)
     if len(raw) < length:
-        raw += bucket.read(name, len(raw), length)
+        raw += bytes(bucket.read(name, len(raw), length))
     raw = raw[:length]
     header = parse_header(raw, _size(raw, name), name)
     if len(bucket.read(name, header.file_size - 1, header.file_size + 1)) != 1:
