@@ -1,8 +1,8 @@
 """Runs of several ranks, as processes with gloo, that publish what they train.
 
-``ranks(root, scenario, count)`` runs this file in a process that forks the ranks, since to import
-torch takes longer than to train. Each step the test alone gathers the whole state, and the first
-rank notes it in ``root/expected``.
+``Ranks`` runs this file in a process that forks the ranks of one run after the other, since to
+import torch takes longer than to train. Each step the test alone gathers the whole state, and the
+first rank notes it in ``root/expected``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo  # noqa: F401 - or each rank would
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,30 +37,46 @@ from tests.support.page_reader import state_digest
 from tests.support.publishing import Bits, MoodyBucket, bits_of
 
 
-def ranks(root: Path, scenario: str, count: int, seed: int = 0) -> dict[int, Bits]:
-    """Run a scenario on so many ranks; returns the whole state at each step that it notes."""
-    _run(root, scenario, count, seed)
-    return noted(root)
+class Ranks:
+    """Runs scenarios; a context manager that ends the process behind it."""
 
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.ranked"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            cwd=Path(__file__).parents[2],
+        )
 
-def kills(root: Path, count: int, seed: int = 0) -> None:
-    """Kill a rank of so many runs, one after the other; the chain verifies after each."""
-    _run(root, "killed", count, seed)
+    def __enter__(self) -> Ranks:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
 
-def _run(root: Path, scenario: str, count: int, seed: int) -> None:
-    command = [sys.executable, "-m", "tests.support.ranked", str(root), scenario, str(count)]
-    done = subprocess.run(
-        [*command, str(seed)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    def __call__(self, root: Path, scenario: str, count: int, seed: int = 0) -> dict[int, Bits]:
+        """Run a scenario on so many ranks; returns the whole state at each step that it notes."""
+        self._run(root, scenario, count, seed)
+        return noted(root)
+
+    def kills(self, root: Path, count: int, seed: int = 0) -> None:
+        """Kill a rank of so many runs, one after the other; the chain verifies after each."""
+        self._run(root, "killed", count, seed)
+
+    def _run(self, *order: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(*order, file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        errors = Path(str(order[0]), "errors")
+        assert answer == "well\n", errors.read_text() if errors.exists() else answer
 
 
 def noted(root: Path) -> dict[int, Bits]:
     """By step, what the runs of a directory have noted."""
-    return {
-        int(path.name): pickle.loads(path.read_bytes()) for path in (root / "expected").iterdir()
-    }
+    places = (root / "expected").iterdir()
+    return {int(path.name): pickle.loads(path.read_bytes()) for path in places}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -363,22 +381,24 @@ def _rank(scenario: str, root: Path, rank: int, count: int, seed: int) -> None:
     dist.destroy_process_group()
 
 
-def _forked(work: Callable[[], None]) -> int:
+def _forked(root: Path, work: Callable[[], None]) -> int:
     """In a process of its own, so that this one never has threads when it forks; its id."""
     pid = os.fork()
     if pid:
         return pid
     try:
+        os.dup2(os.open(root / "errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         work()
-        sys.stdout.flush()
         os._exit(0)
     except BaseException:
         sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
     os._exit(1)
 
 
 def _start(scenario: str, root: Path, count: int, seed: int) -> list[int]:
-    return [_forked(lambda r=r: _rank(scenario, root, r, count, seed)) for r in range(count)]  # type: ignore[misc]
+    work = [partial(_rank, scenario, root, rank, count, seed) for rank in range(count)]
+    return [_forked(root, of_rank) for of_rank in work]
 
 
 def _ends(pids: list[int]) -> Iterator[int]:
@@ -407,7 +427,7 @@ def _kill(root: Path, kills: int, seed: int) -> None:
     draw = Random(seed)
     for number in range(kills):
         _kill_one(root, draw.choice((2, 4)), number, draw)
-        (status,) = _ends([_forked(lambda: _verify(root))])
+        (status,) = _ends([_forked(root, partial(_verify, root))])
         assert status == 0
 
 
@@ -417,13 +437,21 @@ def _verify(root: Path) -> None:
         assert report.ok, report.errors
 
 
+def _well(root: Path, scenario: str, count: int, seed: int) -> bool:
+    if scenario != "killed":
+        return not any(list(_ends(_start(scenario, root, count, seed))))
+    try:
+        _kill(root, count, seed)
+    except AssertionError:
+        return False
+    return True
+
+
 def main() -> None:
-    root, scenario, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
-    if scenario == "killed":
-        _kill(root, count, int(seed))
-        return
-    if any(list(_ends(_start(scenario, root, count, int(seed))))):
-        sys.exit("a rank has failed")
+    """Take orders from stdin: root, scenario, count, seed."""
+    for order in sys.stdin:
+        root, scenario, count, seed = order.split()
+        print("well" if _well(Path(root), scenario, int(count), int(seed)) else "not", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from deltactl.core.chain import read_chain
 from deltactl.core.pull import pull
 from deltactl.core.verify import verify_bucket
 from tests.support.publishing import assert_chain, rebuilt
-from tests.support.ranked import kills, noted, ranks
+from tests.support.ranked import Ranks, noted
 
 TWO_AND_FOUR = [
     ("fsdp", 2), ("fsdp", 4), ("masters", 2), ("masters", 4), ("ddp", 2), ("ddp", 4),
@@ -23,8 +24,16 @@ TWO_AND_FOUR = [
 ]  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as ranks:
+        yield ranks
+
+
 @pytest.mark.parametrize(("scenario", "count"), TWO_AND_FOUR)
-def test_every_step_is_the_models_whole_state(tmp_path: Path, scenario: str, count: int) -> None:
+def test_every_step_is_the_models_whole_state(
+    ranks: Ranks, tmp_path: Path, scenario: str, count: int
+) -> None:
     expected = ranks(tmp_path, scenario, count)
     bucket = LocalBucket(tmp_path / "bucket")
     assert_chain(bucket, expected, tmp_path)
@@ -36,7 +45,7 @@ def test_every_step_is_the_models_whole_state(tmp_path: Path, scenario: str, cou
     assert len(chain.anchors) > 1 or len(expected) < 5
 
 
-def test_what_each_rank_writes_is_about_as_much(tmp_path: Path) -> None:
+def test_what_each_rank_writes_is_about_as_much(ranks: Ranks, tmp_path: Path) -> None:
     ranks(tmp_path, "fsdp", 2)
     anchor = read_chain(LocalBucket(tmp_path / "bucket")).anchors[1]
     sizes = [item.size for item in anchor.objects if item.name.endswith(".safetensors")]
@@ -44,7 +53,7 @@ def test_what_each_rank_writes_is_about_as_much(tmp_path: Path) -> None:
     assert max(sizes) - min(sizes) <= largest_tensor
 
 
-def test_an_anchor_is_a_checkpoint_that_can_be_served(tmp_path: Path) -> None:
+def test_an_anchor_is_a_checkpoint_that_can_be_served(ranks: Ranks, tmp_path: Path) -> None:
     """Its shards say what transformers asks of them, and pull does not take over their tables."""
     from safetensors import safe_open
 
@@ -60,7 +69,7 @@ def test_an_anchor_is_a_checkpoint_that_can_be_served(tmp_path: Path) -> None:
             assert file.metadata() == {"format": "pt"}
 
 
-def test_another_number_of_ranks_goes_on_with_the_chain(tmp_path: Path) -> None:
+def test_another_number_of_ranks_goes_on_with_the_chain(ranks: Ranks, tmp_path: Path) -> None:
     """The second run has a tensor more, which the third has not any more."""
     for seed, count in enumerate((2, 4, 1, 2)):
         expected = ranks(tmp_path, "goes_on", count, seed)
@@ -78,7 +87,9 @@ def test_another_number_of_ranks_goes_on_with_the_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_what_one_rank_cannot_do_is_done_by_all_in_the_next_link(tmp_path: Path, seed: int) -> None:
+def test_what_one_rank_cannot_do_is_done_by_all_in_the_next_link(
+    ranks: Ranks, tmp_path: Path, seed: int
+) -> None:
     expected = ranks(tmp_path, "fails", 2, seed)
     bucket = LocalBucket(tmp_path / "bucket")
     assert len(expected) == 5
@@ -87,16 +98,16 @@ def test_what_one_rank_cannot_do_is_done_by_all_in_the_next_link(tmp_path: Path,
         assert rebuilt(bucket, step, tmp_path / f"rebuilt-{step}") == bits, step
 
 
-def test_when_one_rank_gives_up_all_do(tmp_path: Path) -> None:
+def test_when_one_rank_gives_up_all_do(ranks: Ranks, tmp_path: Path) -> None:
     expected = ranks(tmp_path, "gives_up", 2)
     bucket = LocalBucket(tmp_path / "bucket")
     assert sorted(expected) == [1, 2]
     assert_chain(bucket, expected, tmp_path)
 
 
-def test_one_rank_is_killed_and_the_next_run_goes_on(tmp_path: Path) -> None:
+def test_one_rank_is_killed_and_the_next_run_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     """At random moments, six times, in runs of two and four ranks."""
-    kills(tmp_path, 6)
+    ranks.kills(tmp_path, 6)
     bucket = LocalBucket(tmp_path / "bucket")
     killed = read_chain(bucket).steps
     assert len(killed) > 2
