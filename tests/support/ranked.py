@@ -1,8 +1,8 @@
 """Runs of several ranks, as processes with gloo, that publish what they train.
 
 ``Ranks`` runs this file in a process that forks the ranks of one run after the other, since to
-import torch takes longer than to train. Each step the test alone gathers the whole state, and the
-first rank notes it in ``root/expected``.
+import torch, and its compiler, which optimizers ask for, takes longer than to train. Each step the
+test alone gathers the whole state, and the first rank notes it in ``root/expected``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # noqa: F401 - or each rank would
+import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
