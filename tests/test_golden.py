@@ -36,7 +36,8 @@ from tests.golden.make import (
 from tests.support.checkpoints import Spec, read_metadata, read_tensors
 
 EXPECTED: dict[str, Any] = json.loads((GOLDEN / "expected.json").read_text())
-EXPECTED["chains"] |= json.loads((GOLDEN / "expected_classes.json").read_text())["chains"]
+for more in ("expected_classes.json", "expected_parts.json"):
+    EXPECTED["chains"] |= json.loads((GOLDEN / more).read_text())["chains"]
 BASE, RESULT = GOLDEN / "base.safetensors", GOLDEN / "result.safetensors"
 CHAINS = {
     (name, int(step)): states
@@ -136,7 +137,7 @@ def test_every_step_is_pulled_as_it_was(chain: str, step: int, tmp_path: Path) -
 def test_chains_are_whole(chain: str) -> None:
     report = verify_bucket(open_bucket(str(GOLDEN / chain)), level="rebuild")
     assert report.errors == []
-    assert report.links == {"chain": 6, "single": 2}.get(chain, 3)
+    assert report.links == {"chain": 6, "single": 2, "parts": 5}.get(chain, 3)
     assert report.steps == len(EXPECTED["chains"][chain])
     assert len(report.unproven) == (3 if chain.startswith("trl") else 0)
 
@@ -191,6 +192,7 @@ def test_expectations_are_of_what_the_files_were_made_of() -> None:
     chains = {
         "chain": steps(),
         "classes": class_steps(),
+        "parts": steps(),
         "trl-1": trl_steps(),
         "trl-2": trl_steps(),
     }
@@ -215,7 +217,7 @@ def test_writers_write_what_they_wrote(tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     apply_delta(new["ulp.safetensors"], BASE, out)
     assert read_tensors(out) == read_tensors(RESULT)
-    for name in ("chain", "classes"):
+    for name in ("chain", "classes", "parts"):
         assert verify_bucket(open_bucket(str(tmp_path / name)), level="rebuild").ok
 
 

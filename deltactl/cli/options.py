@@ -123,9 +123,14 @@ def bandwidth_of(encoding: EncodingName, bandwidth: int | None) -> int:
 
 
 def is_delta(word: str) -> bool:
-    """Whether a word that may be a delta or a bucket is a delta: a file, or named like one."""
+    """Whether a word that may be a delta or a bucket is a delta: a file, a directory with a delta's
+    index, or named like a file of one."""
     path = Path(word)
-    return path == STDIO or path.is_file() or (path.suffix == ".safetensors" and not path.is_dir())
+    if path.is_dir():
+        from deltactl.core.delta_index import DELTA_INDEX
+
+        return (path / DELTA_INDEX).is_file()
+    return path == STDIO or path.is_file() or path.suffix == ".safetensors"
 
 
 def bucket_and_step(word: str) -> tuple[str, int] | None:
@@ -136,7 +141,7 @@ def bucket_and_step(word: str) -> tuple[str, int] | None:
 
 @contextmanager
 def delta_file(path: Path) -> Iterator[Path]:
-    """A delta as a file that can be mapped: what comes on stdin (``-``) is put into one."""
+    """A delta as a path that can be opened: what comes on stdin (``-``) is put into a file."""
     if path != STDIO:
         yield path
         return

@@ -16,14 +16,15 @@ from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
     from deltactl.core.anchor import AnchorHeader
-    from deltactl.core.delta import DeltaHeader
+    from deltactl.core.delta_header import DeltaHeader
 
 
 @manual(
     keys={
         "links": "the delta, or the delta and the anchor of the step, each: kind, step, base_step, "
         "file, bytes, dialect, encoding, base_state, result_state, payload_digest, "
-        "changed_elements, total_elements, metadata, tensors",
+        "changed_elements, total_elements, metadata, files, tensors",
+        "links[].files": "of a link of several files: name, bytes; the index is not among them",
         "links[].metadata": "the header's other keys, as strings",
         "links[].tensors": "of a delta as those of deltactl diff; of an anchor: name, dtype, "
         "shape, digest",
@@ -60,7 +61,7 @@ def _delta(path: Path) -> dict[str, Any]:
     with delta_file(path) as file:
         header = open_delta(file).header
     links = [_of_delta(header, str(path), header.nbytes, header.step)]
-    return {"links": links, "bytes_read": header.payload_start, "requests": 0}
+    return {"links": links, "bytes_read": header.header_bytes, "requests": 0}
 
 
 def _step(target: str, jobs: int | None) -> dict[str, Any]:
@@ -100,6 +101,7 @@ def _of_delta(header: DeltaHeader, file: str, size: int, step: int | None) -> di
         "changed_elements": header.changed_elements,
         "total_elements": header.total_elements,
         "metadata": _rest(header.metadata),
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in header.files],
         "tensors": [record_document(record) for record in header.records.values()],
     }
 
@@ -119,6 +121,7 @@ def _of_anchor(header: AnchorHeader, file: str, size: int, step: int) -> dict[st
         "changed_elements": None,
         "total_elements": header.total_elements,
         "metadata": _rest(header.metadata),
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in header.files],
         "tensors": [
             {"name": t.name, "dtype": t.dtype, "shape": t.shape, "digest": t.digest or None}
             for t in header.tensors
@@ -150,6 +153,7 @@ def _header_lines(link: dict[str, Any]) -> Iterable[str]:
         for key in ("kind", "step", "base_step", "file", "dialect", "encoding")
         if link[key] is not None
     ]
+    rows += [("files", len(link["files"]) + 1)] if link["files"] else []
     rows.append(("size", text.size(link["bytes"])))
     rows += [
         (key.replace("_", " "), link[key])

@@ -35,7 +35,7 @@ from deltactl.core.header import (
     table_text,
     utf8,
 )
-from deltactl.core.reading import parse_json
+from deltactl.core.reading import parse_index
 from deltactl.core.safetensors_io import Header, nbytes_of
 
 INDEX = "model.safetensors.index.json"
@@ -147,7 +147,7 @@ def _parse_trl(header: Header, file: object) -> AnchorHeader:
 
 def parse_anchor_index(raw: bytes, file: object) -> AnchorHeader:
     """The index of an anchor's directory, all its bytes. Raises Malformed, Unsupported."""
-    metadata, weight_map = _index_document(raw, file)
+    metadata, weight_map = parse_index(raw, file, what="the anchor's index")
     strings = {key: value for key, value in metadata.items() if isinstance(value, str)}
     if not is_ours(strings):
         what = "the anchor's index carries no digests"
@@ -160,16 +160,6 @@ def parse_anchor_index(raw: bytes, file: object) -> AnchorHeader:
     if not set(weight_map.values()) <= shards:
         raise Malformed("the index's weight_map names a shard that is not in its files", file=file)
     return anchor
-
-
-def _index_document(raw: bytes, file: object) -> tuple[dict[str, object], dict[str, str]]:
-    document = parse_json(raw, file, what="the anchor's index")
-    metadata, weight_map = document.get("metadata"), document.get("weight_map")
-    if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
-        raise Malformed("the anchor's index lacks its metadata or its weight_map", file=file)
-    if not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise Malformed("the index's weight_map is no map of strings", file=file)
-    return metadata, weight_map
 
 
 def _parse_files(text: str, file: object) -> tuple[AnchorFile, ...]:

@@ -56,7 +56,7 @@ def apply_delta(
     """
     recover(base_path.resolve())  # of an apply in place that died, nothing but the old may be left
     delta = open_delta(delta_path)
-    if delta.header.payload_digest is not None:
+    if delta.header.has_digests:
         delta.check_payload()
     with open_checkpoint(base_path) as base:
         _check_target(base, base_path, out)

@@ -8,9 +8,16 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from deltactl.core.anchor import INDEX, AnchorHeader, parse_anchor, parse_anchor_index
+from deltactl.core.anchor import (
+    INDEX,
+    AnchorFile,
+    AnchorHeader,
+    parse_anchor,
+    parse_anchor_index,
+)
 from deltactl.core.crew import map_requests
-from deltactl.core.delta import DeltaHeader, parse_delta
+from deltactl.core.delta_header import DeltaHeader, PartFile, parse_delta
+from deltactl.core.delta_index import DELTA_INDEX, parse_delta_index
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.core.header import utf8
 from deltactl.core.header_reader import HeaderReader
@@ -20,8 +27,13 @@ _NAME = re.compile(r"(?P<kind>delta|anchor)s/step_(?P<step>\d{6,18})(?:\.safeten
 
 
 def delta_name(step: int) -> str:
-    """The object that holds a step's delta."""
+    """The object that holds a step's delta, where it is one file."""
     return f"deltas/step_{step:06d}.safetensors"
+
+
+def delta_directory(step: int) -> str:
+    """The prefix of a step's delta, where it is several files."""
+    return f"deltas/step_{step:06d}"
 
 
 def anchor_file_name(step: int) -> str:
@@ -45,6 +57,12 @@ class Link:
     bytes: int
     header: DeltaHeader | AnchorHeader
     objects: tuple[Object, ...]
+
+    @property
+    def directory(self) -> str | None:
+        """What the names of its objects begin with, where it is a directory: "anchors/step_N/"."""
+        directory, slash, name = self.name.rpartition("/")
+        return directory + slash if name in (INDEX, DELTA_INDEX) else None
 
     @property
     def dialect(self) -> str:
@@ -266,26 +284,32 @@ _Candidate = tuple[str, int, str, tuple[Object, ...]]
 def _candidates(objects: Iterable[Object]) -> list[_Candidate]:
     """(kind, step, name of the object with the header, objects) of all that look like links.
 
-    A directory of an anchor without an index is one that was never finished, or is being written.
+    A directory without an index is a link that was never finished, or is being written.
     """
     single: list[_Candidate] = []
-    members: dict[int, list[Object]] = {}
+    members: dict[tuple[str, int], list[Object]] = {}
     for item in objects:
         match = _NAME.fullmatch(item.name)
         if match is None:
             continue
-        step = int(match["step"])
-        if match["kind"] == "delta" and item.name == delta_name(step):
-            single.append(("delta", step, item.name, (item,)))
-        elif match["kind"] == "anchor" and item.name == anchor_file_name(step):
-            single.append(("anchor", step, item.name, (item,)))
-        elif item.name.startswith(anchor_directory(step) + "/"):
-            members.setdefault(step, []).append(item)
-    for step, items in members.items():
-        index = f"{anchor_directory(step)}/{INDEX}"
+        kind, step = match["kind"], int(match["step"])
+        file, directory, _ = _names(kind, step)
+        if item.name == file:
+            single.append((kind, step, file, (item,)))
+        elif item.name.startswith(directory + "/"):
+            members.setdefault((kind, step), []).append(item)
+    for (kind, step), items in members.items():
+        _, _, index = _names(kind, step)
         if any(item.name == index for item in items):
-            single.append(("anchor", step, index, tuple(items)))
+            single.append((kind, step, index, tuple(items)))
     return single
+
+
+def _names(kind: str, step: int) -> tuple[str, str, str]:
+    """Of a link: its one file, or else its directory and the index in it."""
+    if kind == "delta":
+        return delta_name(step), delta_directory(step), f"{delta_directory(step)}/{DELTA_INDEX}"
+    return anchor_file_name(step), anchor_directory(step), f"{anchor_directory(step)}/{INDEX}"
 
 
 def _read_link(
@@ -295,9 +319,12 @@ def _read_link(
     size = next(item.size for item in objects if item.name == name)
     try:
         header: DeltaHeader | AnchorHeader
-        if name.endswith(INDEX):
+        if name.endswith("/" + INDEX):
             header = parse_anchor_index(reader.whole(name, size), name)
-            objects = _anchor_objects(header, objects, name, step)
+            objects = _objects_of(kind, header.files, objects, name)
+        elif name.endswith("/" + DELTA_INDEX):
+            header = parse_delta_index(reader.whole(name, size), name)
+            objects = _objects_of(kind, header.files, objects, name)
         else:
             parsed = reader.header(kind, name, size)
             header = (parse_delta if kind == "delta" else parse_anchor)(parsed, name)
@@ -313,20 +340,22 @@ def _read_link(
     return Link(step, kind, name, total, header, objects)
 
 
-def _anchor_objects(
-    header: AnchorHeader, objects: tuple[Object, ...], index: str, step: int
+def _objects_of(
+    kind: str,
+    files: Iterable[AnchorFile | PartFile],
+    objects: tuple[Object, ...],
+    index: str,
 ) -> tuple[Object, ...]:
     """The objects that the index names, and the index; each has to be there in its size."""
     directory = index.rsplit("/", 1)[0]
     sizes = {item.name: item.size for item in objects}
     found = [item for item in objects if item.name == index]
-    for file in header.files:
+    for file in files:
         name = f"{directory}/{file.name}"
         if sizes.get(name) != file.nbytes:
             raise Malformed(
-                "a file of the anchor is missing or has another size",
+                f"a file of the {kind} is missing or has another size",
                 file=name,
-                step=step,
                 expected=f"{file.nbytes} bytes",
                 found="no such object" if name not in sizes else f"{sizes[name]} bytes",
             )

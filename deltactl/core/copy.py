@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltactl.core.anchor import INDEX
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.fetching import Fetched, batches, fetched
@@ -18,7 +17,7 @@ from deltactl.core.progress import Progress, silent
 from deltactl.core.snapshot import Snapshot, put_files
 from deltactl.core.store import Bucket, holds_bytes
 from deltactl.core.stream_check import identity
-from deltactl.core.trl_check import Table
+from deltactl.core.tensor_table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +219,8 @@ def _put(dest: Bucket, link: Link, found: Fetched) -> bool:
     """Put a link's objects, the one with its header last. False if it is there with these bytes;
     raises Conflict if it is there with others."""
     place = found.places[link.name]
-    if link.name.endswith(INDEX):
-        prefix = link.name.removesuffix(INDEX)
+    if link.directory is not None:
+        prefix = link.directory
         files = {item.name: place / item.name.removeprefix(prefix) for item in link.objects}
         path = files.pop(link.name)
         snapshot = Snapshot(link.step, str(link.result_state), link.name, path, files)

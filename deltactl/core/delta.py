@@ -1,157 +1,41 @@
-"""A delta as a file: opened and checked, its changes given block by block.
+"""A delta as files: opened and checked, its changes given block by block.
 
-``open_delta`` reads our deltas and both of TRL's dialects. What it returns has passed every check
-that the header alone allows; ``check_payload`` compares the payload with its digest.
+``open_delta`` reads our deltas, of one file or of several, and both of TRL's dialects. What it
+returns has passed every check that headers alone allow; ``check_payload`` compares the payload with
+its digest.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from deltactl.core import trl
 from deltactl.core.bits import Bytes
-from deltactl.core.digest import hasher
-from deltactl.core.encoding import ENCODINGS, encoding_named
-from deltactl.core.encoding.base import Decoder, Encoding, StoredPart, Target
-from deltactl.core.errors import Malformed, Unproven
-from deltactl.core.header import (
-    PREFIX,
-    Record,
-    check_seal,
-    check_version,
-    in_order,
-    is_ours,
-    need_count,
-    need_digest,
-    record_from_json,
-    table_rows,
+from deltactl.core.delta_header import (
+    DENSE,
+    DeltaHeader,
+    PartFile,
+    check_entries,
+    parse_delta,
 )
+from deltactl.core.delta_index import DELTA_INDEX, parse_delta_index
+from deltactl.core.digest import hasher
+from deltactl.core.encoding import ENCODINGS
+from deltactl.core.encoding.base import Decoder, StoredPart, Target
+from deltactl.core.errors import Malformed, NotFound, Unproven
+from deltactl.core.header import Record
+from deltactl.core.reading import read_index
 from deltactl.core.safetensors_io import Header, map_file
 
-DENSE = ".dense"
-"""The suffix of a tensor that a delta carries whole."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaHeader:
-    """What a delta's header says. States and digest are None in what TRL wrote."""
-
-    file: str
-    dialect: str
-    encoding: str
-    step: int | None
-    base_step: int | None
-    base_state: str | None
-    result_state: str | None
-    payload_digest: str | None
-    total_elements: int | None
-    records: dict[str, Record]
-    metadata: dict[str, str]
-    nbytes: int
-    _keys: dict[str, dict[str, str]] = field(repr=False)
-
-    @property
-    def payload_start(self) -> int:
-        """Where the header ends: its bytes, and the payload's offset."""
-        return self.nbytes - sum(record.nbytes for record in self.records.values())
-
-    @property
-    def changed_elements(self) -> int:
-        """Elements whose bits change, those of added tensors included."""
-        return sum(record.changed for record in self.records.values())
-
-
-def parse_delta(header: Header, file: object) -> DeltaHeader:
-    """Check a delta's header, which may have come by range. Raises Malformed, Unsupported."""
-    metadata = header.metadata
-    if not is_ours(metadata):
-        return _parse_trl(header, file)
-    check_seal(header.raw, metadata, file)
-    check_version(metadata, file)
-    if metadata.get("sparse") != "True":
-        raise Malformed("the file is no delta", file=file, found=metadata.get("sparse"))
-    encoding = encoding_named(metadata.get("encoding", ""), file)
-    rows = table_rows(metadata.get(PREFIX + "tensors", ""), file)
-    records = [record_from_json(row, file) for row in rows]
-    in_order([record.name for record in records], file)
-    keys = _match_parts(header, encoding, records, file)
-    records = [
-        replace(
-            record, nbytes=sum(header.entries[key].nbytes for key in keys[record.name].values())
-        )
-        for record in records
-    ]
-    step = "model_version" in metadata
-    base_step = "prev_model_version" in metadata
-    return DeltaHeader(
-        file=str(file),
-        dialect="deltactl",
-        encoding=encoding.name,
-        step=need_count(metadata, "model_version", file) if step else None,
-        base_step=need_count(metadata, "prev_model_version", file) if base_step else None,
-        base_state=need_digest(metadata, "base_state", file),
-        result_state=need_digest(metadata, "result_state", file),
-        payload_digest=need_digest(metadata, "payload_digest", file),
-        total_elements=need_count(metadata, "total_elements", file),
-        records={record.name: record for record in records},
-        metadata=metadata,
-        nbytes=header.file_size,
-        _keys=keys,
-    )
-
-
-def _match_parts(
-    header: Header, encoding: Encoding, records: list[Record], file: object
-) -> dict[str, dict[str, str]]:
-    """For each record its entries' keys by suffix; every entry has to belong to one record."""
-    keys: dict[str, dict[str, str]] = {}
-    for record in records:
-        suffixes = (DENSE,) if record.whole else encoding.suffixes
-        if record.kind == "removed":
-            suffixes = ()
-        keys[record.name] = {suffix: record.name + suffix for suffix in suffixes}
-        for key in keys[record.name].values():
-            if key not in header.entries:
-                raise Malformed(f"the delta lacks {key!r}", file=file, tensor=record.name)
-    known = {key for parts in keys.values() for key in parts.values()}
-    for key in header.entries:
-        if key not in known:
-            raise Malformed("the tensor table does not name this entry", file=file, tensor=key)
-    for record in (record for record in records if record.whole):
-        entry = header.entries[record.name + DENSE]
-        if (entry.dtype, entry.shape) != (record.dtype, record.shape):
-            raise Malformed(
-                "the tensor carried whole is not of the dtype and shape that the table gives",
-                file=file,
-                tensor=record.name,
-                expected=f"{record.dtype} {list(record.shape or ())}",
-                found=f"{entry.dtype} {list(entry.shape)}",
-            )
-    return keys
-
-
-def _parse_trl(header: Header, file: object) -> DeltaHeader:
-    patch = trl.parse_delta(header, file)
-    by_name: dict[str, dict[str, str]] = defaultdict(dict)
-    for (name, suffix), key in patch.keys.items():
-        by_name[name][suffix] = key
-    return DeltaHeader(
-        file=str(file),
-        dialect=patch.dialect,
-        encoding=patch.encoding,
-        step=patch.step,
-        base_step=patch.base_step,
-        base_state=None,
-        result_state=None,
-        payload_digest=None,
-        total_elements=patch.total_elements,
-        records={record.name: record for record in patch.records},
-        metadata=header.metadata,
-        nbytes=header.file_size,
-        _keys=dict(by_name),
-    )
+__all__ = [
+    "DENSE",
+    "Delta",
+    "DeltaHeader",
+    "open_delta",
+    "parse_delta",
+    "part_fault",
+    "payload_fault",
+]
 
 
 def payload_fault(file: object, expected: str, found: str) -> Malformed:
@@ -160,15 +44,81 @@ def payload_fault(file: object, expected: str, found: str) -> Malformed:
     return Malformed(what, file=file, expected=expected, found=found)
 
 
+def part_fault(file: object, expected: str, found: str) -> Malformed:
+    """The error for a file of several whose header has another digest."""
+    what = "the part's header does not have the digest that the delta's index names"
+    return Malformed(what, file=file, expected=expected, found=found)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One mapped file; ``payload_digest``: what its payload should have, None in TRL's."""
+
+    path: Path
+    header: Header
+    data: Bytes
+    payload_digest: str | None
+
+    def check_payload(self) -> None:
+        if self.payload_digest is None:
+            raise Unproven("the delta carries no digest of its payload", file=self.path)
+        digest = hasher()
+        payload = self.data[len(self.header.raw) :]
+        for at in range(0, payload.size, 1 << 20):
+            digest.update(payload[at : at + (1 << 20)])
+        if digest.hexdigest() != self.payload_digest:
+            raise payload_fault(self.path, self.payload_digest, digest.hexdigest())
+
+
 class Delta:
-    """A delta with its payload mapped."""
+    """A delta with its payload mapped; ``path``: its file, or the directory of its files."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        raw, self._data = map_file(path)
-        self.header = parse_delta(raw, path)
-        self._entries = raw.entries
-        self._payload_start = len(raw.raw)
+        self.path = path.parent if path.name == DELTA_INDEX else path
+        if self.path.is_dir():
+            index = self.path / DELTA_INDEX
+            self.header = parse_delta_index(read_index(index), index)
+            self._files = [self._open_part(part) for part in self.header.files]
+        else:
+            raw, data = map_file(path)
+            self.header = parse_delta(raw, path)
+            self._files = [_File(path, raw, data, self.header.payload_digest)]
+        self._entries = {
+            key: StoredPart(entry.dtype, entry.shape, file.data[entry.start : entry.stop])
+            for file in self._files
+            for key, entry in file.header.entries.items()
+        }
+        if self.header.files:
+            self._check_sizes()
+
+    def _open_part(self, part: PartFile) -> _File:
+        path = self.path / part.name
+        try:
+            raw, data = map_file(path)
+        except NotFound:
+            what = "a file of the delta is missing"
+            raise Malformed(what, file=path, expected=f"{part.nbytes} bytes") from None
+        if data.size != part.nbytes:
+            what = "a file of the delta has another size"
+            raise Malformed(what, file=path, expected=part.nbytes, found=data.size)
+        found = hasher().update(raw.raw).hexdigest()
+        if found != part.header_digest:
+            raise part_fault(path, part.header_digest, found)
+        homes = self.header.homes
+        records = [r for r in self.records.values() if homes.get(r.name) == part.name]
+        check_entries(raw, records, self.header.keys, path)
+        return _File(path, raw, data, part.payload_digest)
+
+    def _check_sizes(self) -> None:
+        """Raise Malformed where a tensor takes another number of bytes than the index says."""
+        for name, keys in self.header.keys.items():
+            found = sum(self._entries[key].data.size for key in keys.values())
+            if found != self.records[name].nbytes:
+                what = "the tensor takes another number of bytes than the index says"
+                expected = self.records[name].nbytes
+                raise Malformed(
+                    what, file=self.header.file, tensor=name, expected=expected, found=found
+                )
 
     @property
     def records(self) -> dict[str, Record]:
@@ -176,24 +126,17 @@ class Delta:
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes after the header."""
-        return int(self._data.size) - self._payload_start
+        """Bytes of all entries."""
+        return self.header.payload_bytes
 
     def check_payload(self) -> None:
         """Compare the payload with its digest. Raises Malformed; Unproven where there is none."""
-        expected = self.header.payload_digest
-        if expected is None:
-            raise Unproven("the delta carries no digest of its payload", file=self.path)
-        digest = hasher()
-        payload = self._data[self._payload_start :]
-        for at in range(0, payload.size, 1 << 20):
-            digest.update(payload[at : at + (1 << 20)])
-        if digest.hexdigest() != expected:
-            raise payload_fault(self.path, expected, digest.hexdigest())
+        for file in self._files:
+            file.check_payload()
 
     def whole(self, name: str) -> Bytes:
         """All bytes, shape (n,), of a tensor that is carried whole."""
-        return self._stored(self.header._keys[name][DENSE]).data
+        return self._entries[self.header.keys[name][DENSE]].data
 
     def decoder(self, name: str, dtype: str, element_count: int) -> Decoder:
         """The changes of a sparse tensor, which in the base has ``element_count`` elements of
@@ -212,7 +155,7 @@ class Delta:
                 found=f"{known} elements of {record.dtype}",
             )
         target = Target(str(self.path), name, dtype, element_count)
-        parts = {suffix: self._stored(key) for suffix, key in self.header._keys[name].items()}
+        parts = {suffix: self._entries[key] for suffix, key in self.header.keys[name].items()}
         decoder = ENCODINGS[self.header.encoding].decoder(target, parts)
         if decoder.count != record.changed:
             raise Malformed(
@@ -224,11 +167,10 @@ class Delta:
             )
         return decoder
 
-    def _stored(self, key: str) -> StoredPart:
-        entry = self._entries[key]
-        return StoredPart(entry.dtype, entry.shape, self._data[entry.start : entry.stop])
-
 
 def open_delta(path: Path) -> Delta:
-    """Open a delta, ours or TRL's. Raises NotFound, Malformed, Unsupported."""
+    """Open a delta, ours or TRL's: a file, a directory of files, or the index in it.
+
+    Raises NotFound, Malformed, Unsupported.
+    """
     return Delta(path)

@@ -18,23 +18,19 @@ from deltactl.core.bits import (
     elements,
 )
 from deltactl.core.checkpoint import Checkpoint, Tensor
-from deltactl.core.delta import DENSE
+from deltactl.core.delta_header import DENSE
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.encoding.base import BLOCK, EncodedBlock, Encoding, Part, Target
 from deltactl.core.errors import UsageError
 from deltactl.core.files import Spool, atomic_file
 from deltactl.core.header import (
-    FORMAT_VERSION,
-    HEADER_DIGEST,
     PLACEHOLDER,
     PREFIX,
-    TRL_FORMAT,
     Record,
     check_step,
-    record_to_json,
+    delta_metadata,
     seal,
-    table_text,
     utf8,
 )
 from deltactl.core.parallel import Meter, hash_threads, map_largest_first
@@ -310,7 +306,15 @@ class DeltaWriter:
         step: int | None,
         base_step: int | None,
     ) -> None:
-        self._metadata = delta_metadata(report, step, base_step)
+        self._metadata = delta_metadata(
+            report.records,
+            encoding=report.encoding,
+            base_state=report.base_state,
+            result_state=report.result_state,
+            total_elements=report.total_elements,
+            step=step,
+            base_step=base_step,
+        )
         keyed = [
             (c.record.name + part.suffix, part)
             for c in compared
@@ -342,27 +346,3 @@ class DeltaWriter:
         file.write(seal(self._header(digest.hexdigest())))
         file.seek(end)
         return end - start
-
-
-def delta_metadata(report: DiffReport, step: int | None, base_step: int | None) -> dict[str, str]:
-    """The metadata of a delta but for the payload's digest; the header's own is a placeholder."""
-    metadata = {
-        "format": TRL_FORMAT,
-        "version": "1",
-        "sparse": "True",
-        "encoding": report.encoding,
-        "num_changed_params": str(len(report.records)),
-        "total_changed_elements": str(report.changed_elements),
-        "total_elements": str(report.total_elements),
-        "sparsity": repr(report.sparsity),
-        PREFIX + "format": FORMAT_VERSION,
-        PREFIX + "base_state": report.base_state,
-        PREFIX + "result_state": report.result_state,
-        PREFIX + "tensors": table_text(map(record_to_json, report.records)),
-        HEADER_DIGEST: PLACEHOLDER,
-    }
-    if step is not None:
-        metadata["model_version"] = str(step)
-    if base_step is not None:
-        metadata["prev_model_version"] = str(base_step)
-    return metadata

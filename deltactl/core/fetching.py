@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from deltactl.core.anchor import INDEX
 from deltactl.core.chain import Link
 from deltactl.core.digest import hasher
 from deltactl.core.downloads import discard_others, kept_downloads
@@ -64,7 +63,7 @@ def fetched(
         if path is None or _has_strangers(link, path.parent):
             to_fetch.append(link)
         else:
-            found.places[link.name] = path.parent if link.name.endswith(INDEX) else path
+            found.places[link.name] = path if link.directory is None else path.parent
             found.mapped.add(link.name)
             found.in_place += link.bytes
     with contextlib.ExitStack() as stack:
@@ -76,8 +75,8 @@ def fetched(
             transfer(bucket, wanted, meter, found.tally, gather=gather)
             for link in to_fetch:
                 home = place / ids[link.name]
-                index = link.name.endswith(INDEX)
-                found.places[link.name] = home if index else home / _short(link, link.name)
+                single = link.directory is None
+                found.places[link.name] = home / _short(link, link.name) if single else home
                 if identity(link) is not None:
                     found.checked.add(link.name)
         yield found
@@ -87,8 +86,8 @@ def _has_strangers(link: Link, directory: Path) -> bool:
     """Whether weights lie in an anchor's directory that its index does not name: left by a push
     that came to no end. They are not the anchor's, and the directory cannot be opened where it is.
     """
-    if not link.name.endswith(INDEX):
-        return False
+    if link.kind != "anchor" or link.directory is None:
+        return False  # of a delta nothing is opened that its index does not name
     known = {item.name.rsplit("/", 1)[1] for item in link.objects}
     return any(path.name not in known for path in directory.glob("*.safetensors"))
 

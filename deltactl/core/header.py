@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, cast
@@ -148,6 +148,40 @@ def _dtype_and_shape(
         what = "the shape in the tensor table is malformed"
         raise Malformed(what, file=file, tensor=name, found=shape) from None
     return dtype, tuple(shape or ())
+
+
+def delta_metadata(
+    records: Sequence[Record],
+    *,
+    encoding: str,
+    base_state: str,
+    result_state: str,
+    total_elements: int,
+    step: int | None,
+    base_step: int | None,
+) -> dict[str, str]:
+    """The metadata of a delta but for the payload's digest; the header's own is a placeholder."""
+    changed = sum(record.changed for record in records)
+    metadata = {
+        "format": TRL_FORMAT,
+        "version": "1",
+        "sparse": "True",
+        "encoding": encoding,
+        "num_changed_params": str(len(records)),
+        "total_changed_elements": str(changed),
+        "total_elements": str(total_elements),
+        "sparsity": repr(1 - changed / total_elements if total_elements else 1.0),
+        PREFIX + "format": FORMAT_VERSION,
+        PREFIX + "base_state": base_state,
+        PREFIX + "result_state": result_state,
+        PREFIX + "tensors": table_text(map(record_to_json, records)),
+        HEADER_DIGEST: PLACEHOLDER,
+    }
+    if step is not None:
+        metadata["model_version"] = str(step)
+    if base_step is not None:
+        metadata["prev_model_version"] = str(base_step)
+    return metadata
 
 
 def state_to_json(tensor: TensorState) -> dict[str, Any]:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.core.errors import Malformed, NotFound, Unsupported
-from deltactl.core.reading import is_plain_name, open_regular, os_errors, parse_json
+from deltactl.core.reading import is_plain_name, os_errors, parse_json, read_index
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _STANDARD = ("model.safetensors", "pytorch_model.bin")
 _INDEX = ".index.json"
-_MAX_INDEX = 100_000_000  # bytes; as for a header
 
 # Never sent along: weights in any form (a stale second copy of them at worst), what a trainer keeps
 # for itself, and what an interrupted copy left behind.
@@ -138,11 +137,7 @@ def _indexed(
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        text = file.read(_MAX_INDEX + 1)
-    if len(text) > _MAX_INDEX:
-        raise Malformed("the index is too long", file=path, expected=f"<= {_MAX_INDEX} bytes")
-    return parse_json(text, path, what="the index")
+    return parse_json(read_index(path), path, what="the index")
 
 
 def _weight_map(index: Path, weight_map: object) -> dict[str, str]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from deltactl.core import trl_check
 from deltactl.core.anchor import AnchorHeader
 from deltactl.core.chain import Chain, Link
-from deltactl.core.delta import DeltaHeader
-from deltactl.core.digest import TensorState, state_digest
+from deltactl.core.delta_header import DeltaHeader
+from deltactl.core.digest import state_digest
 from deltactl.core.errors import DeltactlError, Malformed, Unproven
-from deltactl.core.header import Record
-from deltactl.core.trl_check import Table
+from deltactl.core.tensor_table import Table, after_delta
 
 
 def doubts(chain: Chain, link: Link) -> list[DeltactlError]:
@@ -120,14 +119,7 @@ def _step_and_state(step: int | None, state: str | None) -> str:
 
 def _advance(table: Table, header: DeltaHeader) -> Table:
     """The tensors after a delta, from those before; their digest has to be the state it names."""
-    after = dict(table)
-    for record in header.records.values():
-        _check_fits(table.get(record.name), record, header.file)
-        if record.kind == "removed":
-            del after[record.name]
-            continue
-        assert record.dtype is not None and record.shape is not None and record.digest is not None
-        after[record.name] = TensorState(record.name, record.dtype, record.shape, record.digest)
+    after = after_delta(table, header)
     found = state_digest(after.values())
     if found != header.result_state:
         raise Malformed(
@@ -137,17 +129,3 @@ def _advance(table: Table, header: DeltaHeader) -> Table:
             found=found,
         )
     return after
-
-
-def _check_fits(before: TensorState | None, record: Record, file: str) -> None:
-    found = None if before is None else (before.dtype, before.shape)
-    expected: tuple[str | None, tuple[int, ...] | None] | None = (record.dtype, record.shape)
-    if record.kind == "added":
-        expected = None
-    elif record.replaced:
-        expected = (record.base_dtype, record.base_shape)
-    if found != expected:
-        what = "the delta's tensor does not fit the one in the step before"
-        raise Malformed(
-            what, file=file, tensor=record.name, expected=str(expected), found=str(found)
-        )

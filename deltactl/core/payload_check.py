@@ -12,7 +12,7 @@ from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.delta import Delta, open_delta
 from deltactl.core.errors import DeltactlError
 from deltactl.core.fetching import Fetched
-from deltactl.core.trl_check import Table
+from deltactl.core.tensor_table import Table
 
 
 def payload_faults(link: Link, found: Fetched, before: Table | None) -> list[DeltactlError]:
@@ -26,25 +26,30 @@ def payload_faults(link: Link, found: Fetched, before: Table | None) -> list[Del
         place, checked = found.places[link.name], link.name in found.checked
         if isinstance(link.header, AnchorHeader):
             faults = _anchor_faults(link, link.header, place, checked)
-        elif not checked:
-            faults = _delta_faults(link, place, before)
+        elif not checked or link.directory is not None:
+            faults = _delta_faults(link, place, checked, before)
     for fault in faults:
         fault.step, fault.file = link.step, fault.file or link.name
     return faults
 
 
-def _delta_faults(link: Link, place: Path, before: Table | None) -> list[DeltactlError]:
+def _delta_faults(
+    link: Link, place: Path, checked: bool, before: Table | None
+) -> list[DeltactlError]:
     try:
-        check_delta(open_delta(place), before)
+        delta = open_delta(place)  # whether its files make one
+        if not checked:
+            check_delta(delta, before)
     except DeltactlError as error:
-        error.file = link.name
+        parts = {str(place / item.name.rsplit("/", 1)[1]): item.name for item in link.objects}
+        error.file = parts.get(error.file or "", link.name)
         return [error]
     return []
 
 
 def check_delta(delta: Delta, before: Table | None = None) -> None:
     """Every byte of the payload against its digest; without one, that what it says is possible."""
-    if delta.header.payload_digest is not None:
+    if delta.header.has_digests:
         delta.check_payload()
         return
     trl_check.check_data(delta, before)

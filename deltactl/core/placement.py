@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deltactl.core.cadence import Cadence, Run
 from deltactl.core.chain import Chain
-from deltactl.core.delta import DeltaHeader
+from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.errors import Conflict, UsageError
 from deltactl.core.header import check_step
 

@@ -23,7 +23,9 @@ from deltactl.core.chain import (
     read_chain,
 )
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.delta import open_delta, parse_delta
+from deltactl.core.delta import open_delta
+from deltactl.core.delta_header import parse_delta
+from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.diff import DiffReport, diff
 from deltactl.core.digest import state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
@@ -106,6 +108,9 @@ def push(
 
 def _is_delta(source: Path) -> bool:
     """Whether a file is a delta: it says so; a checkpoint that cannot be read says nothing here."""
+    if (source / DELTA_INDEX).is_file() or source.name == DELTA_INDEX:
+        what = "a delta of several files is not pushed: it goes from bucket to bucket"
+        raise UsageError(what, file=source, hint="deltactl copy SOURCE DEST")
     if not source.is_file() or source.suffix in (".bin", ".pt", ".pth"):
         return False
     header = read_header(source)

@@ -320,7 +320,7 @@ def _shortest(chain: Chain, held: int | None, wanted: int) -> tuple[Link | None,
 
 def _open_checked(link: Link, found: Fetched) -> Delta:
     delta = open_delta(found.places[link.name])
-    if link.name not in found.checked and delta.header.payload_digest is not None:
+    if link.name not in found.checked and delta.header.has_digests:
         delta.check_payload()
     return delta
 

@@ -73,6 +73,30 @@ def parse_json(
     return document
 
 
+MAX_INDEX = 100_000_000
+"""Bytes of an index that a reader accepts; as of a header."""
+
+
+def read_index(path: Path) -> bytes:
+    """All bytes of an index. Raises NotFound, NotAllowed, Malformed."""
+    with open_regular(path) as file:
+        raw = file.read(MAX_INDEX + 1)
+    if len(raw) > MAX_INDEX:
+        raise Malformed("the index is too long", file=path, expected=f"<= {MAX_INDEX} bytes")
+    return raw
+
+
+def parse_index(raw: bytes, file: object, *, what: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The metadata and the weight_map of an index, which is a map of strings. Raises Malformed."""
+    document = parse_json(raw, file, what=what)
+    metadata, weight_map = document.get("metadata"), document.get("weight_map")
+    if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
+        raise Malformed(f"{what} lacks its metadata or its weight_map", file=file)
+    if not all(isinstance(home, str) for home in weight_map.values()):
+        raise Malformed("the index's weight_map is no map of strings", file=file)
+    return metadata, weight_map
+
+
 def parse_json_list(text: str, file: object, *, what: str) -> list[Any]:
     """The JSON list that ``text`` is: no key twice, no NaN. Raises Malformed, as parse_json."""
     try:

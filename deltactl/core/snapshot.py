@@ -23,7 +23,7 @@ _PIECE = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """``name`` is the object that makes the anchor visible, ``path`` the file to put there;
+    """``name`` is the object that makes the link visible, ``path`` the file to put there;
     ``files`` are the objects, by name, that have to be there before it."""
 
     step: int
@@ -60,7 +60,7 @@ def directory_snapshot(
     files = [
         AnchorFile(name, size, written.headers[name], True) for name, size in written.files.items()
     ]
-    files += [_described(directory / name, name) for name in aux]
+    files += [described(directory / name, name) for name in aux]
     index = directory / INDEX
     index.write_bytes(anchor_index(step, written.tensors, written.weight_map, tuple(files)))
     prefix = anchor_directory(step)
@@ -68,7 +68,8 @@ def directory_snapshot(
     return Snapshot(step, written.state, f"{prefix}/{INDEX}", index, paths)
 
 
-def _described(path: Path, name: str) -> AnchorFile:
+def described(path: Path, name: str) -> AnchorFile:
+    """A file that travels with an anchor, by the name ``name``."""
     digest = hasher()
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
@@ -77,7 +78,7 @@ def _described(path: Path, name: str) -> AnchorFile:
 
 
 def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[str, int]:
-    """Put what has to be there before the anchor's index; returns the objects' sizes.
+    """Put what has to be there before a link's index; returns the objects' sizes.
 
     A file that an unfinished push left is kept if it has the same bytes. Raises Conflict otherwise.
     """
@@ -86,26 +87,28 @@ def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[st
     meter = Meter(progress, "pushing", sum(sizes.values()))
     for name, path in snapshot.files.items():  # in turn: of two at once one loses, and stops there
         if not bucket.put(name, path) and not holds_bytes(bucket, name, path):
-            raise _other_content(bucket, name, snapshot.step)
+            raise _other_content(bucket, name, snapshot)
         meter.add(sizes[name])
     return sizes
 
 
 def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:
     """Refuse to finish an anchor among files not its own: readers might take them for it."""
-    prefix = anchor_directory(snapshot.step) + "/"
+    if not snapshot.name.endswith("/" + INDEX):
+        return
+    prefix = snapshot.name.removesuffix(INDEX)
     with contextlib.suppress(NotFound):
         for item in bucket.list():
             ours = item.name == snapshot.name or item.name in snapshot.files
             if item.name.startswith(prefix) and not ours:
-                raise _other_content(bucket, item.name, snapshot.step)
+                raise _other_content(bucket, item.name, snapshot)
 
 
-def _other_content(bucket: Bucket, name: str, step: int) -> Conflict:
+def _other_content(bucket: Bucket, name: str, snapshot: Snapshot) -> Conflict:
     return Conflict(
-        "an anchor of other content, finished or not, has the step's place",
+        "a link of other content, finished or not, has the step's place",
         file=name,
-        step=step,
+        step=snapshot.step,
         hint=f"somebody may be publishing it now: see deltactl log {bucket.url}; push a later "
-        f"step, or, if nobody is, remove {anchor_directory(step)}",
+        f"step, or, if nobody is, remove {snapshot.name.rsplit('/', 1)[0]}",
     )

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from deltactl.core.anchor import INDEX, AnchorFile, AnchorHeader
 from deltactl.core.anchor_check import digest_fault, tensor_fault
 from deltactl.core.chain import Link
-from deltactl.core.delta import payload_fault
+from deltactl.core.delta import part_fault, payload_fault
+from deltactl.core.delta_header import DeltaHeader, PartFile
 from deltactl.core.digest import TensorState, hasher
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.core.header import HEADER_DIGEST, check_seal
@@ -44,12 +45,13 @@ def checker_of(link: Link, name: str, size: int) -> Checker:
     """The checker of one of a link's objects."""
     if identity(link) is None:
         return Unchecked()
-    if not isinstance(link.header, AnchorHeader):
-        return _DeltaChecker(link, size)
-    if name == link.name:
-        return _IndexChecker(link) if name.endswith(INDEX) else _TensorsChecker(link, None, size)
-    prefix = link.name.removesuffix(INDEX)
-    file = next(file for file in link.header.files if prefix + file.name == name)
+    if link.directory is not None and name == link.name:
+        return _IndexChecker(link)
+    if isinstance(link.header, DeltaHeader):
+        return _DeltaChecker(link, link.header, name, size)
+    if link.directory is None:
+        return _TensorsChecker(link, None, size)
+    file = next(file for file in link.header.files if link.directory + file.name == name)
     return _TensorsChecker(link, file, size) if file.is_shard else FileChecker(link, file)
 
 
@@ -82,20 +84,20 @@ class FileChecker:
 
 
 class _IndexChecker:
-    """Of an anchor's index, all of which is a header. Small enough to be held."""
+    """Of an index, all of which is a header. Small enough to be held."""
 
-    def __init__(self, anchor: Link) -> None:
+    def __init__(self, link: Link) -> None:
         self.faults: list[DeltactlError] = []
-        self._anchor, self._raw = anchor, bytearray()
+        self._link, self._raw = link, bytearray()
 
     def feed(self, data: bytes) -> None:
         self._raw += data
 
     def finish(self) -> None:
         try:
-            check_seal(bytes(self._raw), self._anchor.header.metadata, self._anchor.name)
+            check_seal(bytes(self._raw), self._link.header.metadata, self._link.name)
         except Malformed as error:
-            error.step = self._anchor.step
+            error.step = self._link.step
             self.faults.append(error)
 
 
@@ -155,16 +157,23 @@ class _HeaderFirst(ABC):
 
 
 class _DeltaChecker(_HeaderFirst):
-    """The header's seal, then one digest over the payload."""
+    """The header, by its seal or as the index names it, then one digest over the payload."""
 
-    def __init__(self, link: Link, size: int) -> None:
-        assert not isinstance(link.header, AnchorHeader)
-        super().__init__(link, link.name, size, link.header.payload_start)
-        self._expected = str(link.header.payload_digest)
+    def __init__(self, link: Link, header: DeltaHeader, name: str, size: int) -> None:
+        parts = {f"{link.directory}{part.name}": part for part in header.files}
+        self._part: PartFile | None = parts.get(name)
+        super().__init__(link, name, size, None if self._part else header.header_bytes)
+        expected = self._part.payload_digest if self._part else header.payload_digest
+        self._expected = str(expected)
         self._digest = hasher()
 
     def _header(self, raw: bytes) -> None:
-        check_seal(raw, self._link.header.metadata, self._name)
+        if self._part is None:
+            check_seal(raw, self._link.header.metadata, self._name)
+            return
+        found = hasher().update(raw).hexdigest()
+        if found != self._part.header_digest:
+            raise part_fault(self._name, self._part.header_digest, found)
 
     def _payload(self, data: bytes) -> None:
         self._digest.update(data)

@@ -6,25 +6,15 @@ names another tensor, or an element past a tensor's end, is found though its hea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from deltactl.core.anchor import AnchorHeader
-from deltactl.core.bits import element_bytes
-from deltactl.core.delta import Delta, DeltaHeader
-from deltactl.core.digest import TensorState
+from deltactl.core.delta import Delta
+from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.core.header import Record
-from deltactl.core.safetensors_io import nbytes_of
-
-Table = Mapping[str, TensorState]
-"""The tensors of a step by name; their digests are not looked at."""
+from deltactl.core.tensor_table import Table, elements_of
 
 _MOST_ELEMENTS = 1 << 48
 """Bounds the indices where nothing is known of the tensor."""
-
-
-def _elements(tensor: TensorState) -> int:
-    return nbytes_of(tensor.dtype, tensor.shape) // element_bytes(tensor.dtype)
 
 
 def anchor_faults(header: AnchorHeader, before: Table) -> list[DeltactlError]:
@@ -60,9 +50,9 @@ def _record_fault(header: DeltaHeader, record: Record, before: Table) -> Malform
     elif record.dtype != tensor.dtype:
         what = "the delta's values have another dtype than the tensor"
         expected, found = tensor.dtype, str(record.dtype)
-    elif record.changed > _elements(tensor):
+    elif record.changed > elements_of(tensor):
         what = "the delta changes more elements than the tensor has"
-        expected, found = f"<= {_elements(tensor)}", str(record.changed)
+        expected, found = f"<= {elements_of(tensor)}", str(record.changed)
     if not what:
         return None
     return Malformed(
@@ -97,4 +87,4 @@ def check_data(delta: Delta, before: Table | None = None) -> None:
         if before is None:
             delta.decoder(record.name, record.dtype, most)
         elif _record_fault(delta.header, record, before) is None:
-            delta.decoder(record.name, record.dtype, _elements(before[record.name]))
+            delta.decoder(record.name, record.dtype, elements_of(before[record.name]))

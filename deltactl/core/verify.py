@@ -32,7 +32,7 @@ from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import wanted_step
 from deltactl.core.replay_check import replay_faults
 from deltactl.core.store import Bucket
-from deltactl.core.trl_check import Table
+from deltactl.core.tensor_table import Table
 
 LEVELS = ("links", "data", "rebuild")
 
@@ -81,7 +81,7 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
     report = VerifyReport(level, links=1, steps=1)
     try:
         delta = open_delta(path)
-        report.bytes_read = delta.header.nbytes - delta.payload_bytes
+        report.bytes_read = delta.header.header_bytes
         if delta.header.dialect != "deltactl":
             report.unproven.append(no_digests(str(path), delta.header.step).facts())
         if level == "data":

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from deltactl.core.chain import Chain, Link, delta_name
+from deltactl.core.chain import Chain, Link, delta_directory, delta_name
 from deltactl.core.delta import DeltaHeader, open_delta
+from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.encoding import encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
 from deltactl.core.files import temporary_directory
@@ -169,15 +170,21 @@ class DeltaGoal:
 
 @contextlib.contextmanager
 def lent(delta: Path) -> Iterator[tuple[Path, str]]:
-    """A delta file as an object of a bucket while the block runs: the bucket, and the name there.
+    """A delta as a link of a bucket while the block runs: the bucket, and the link's name there.
 
-    Where the file lies in none, a directory beside it is one, with a link to the file or a copy.
+    Where it lies in none, a directory beside it is one, with links to its files or copies.
     Raises UsageError for an encoding that cannot be read so, and as ``open_delta``.
     """
-    path = delta.resolve()
-    header = open_delta(path).header
-    name = delta_name(header.step or 0)
-    if path.parts[-2:] == tuple(name.split("/")):
+    opened = open_delta(delta)
+    path, header = opened.path.resolve(), opened.header
+    home = name = delta_name(header.step or 0)
+    files = {path: name}
+    if header.files:
+        home = delta_directory(header.step or 0)
+        name = f"{home}/{DELTA_INDEX}"
+        parts = (DELTA_INDEX, *(part.name for part in header.files))
+        files = {path / part: f"{home}/{part}" for part in parts}
+    if path.parts[-2:] == tuple(home.split("/")):
         yield path.parents[1], name
         return
     if encoding_named(header.encoding).needs_base:
@@ -189,12 +196,12 @@ def lent(delta: Path) -> Iterator[tuple[Path, str]]:
             hint=f"deltactl apply BUCKET@{header.step} --server URL",
         )
     with temporary_directory(path) as bucket:
-        place = bucket / name
-        place.parent.mkdir()
-        try:
-            os.link(path, place)
-        except OSError:
-            shutil.copyfile(path, place)
+        for file, place in files.items():
+            (bucket / place).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(file, bucket / place)
+            except OSError:
+                shutil.copyfile(file, bucket / place)
         yield bucket, name
 
 

@@ -9,9 +9,10 @@ if TYPE_CHECKING:
     from deltactl.core.cadence import Adaptive, Every
     from deltactl.trainer.callbacks import DeltaCallback
     from deltactl.trainer.publisher import Publisher
+    from deltactl.trainer.ranks.publisher import RanksPublisher
     from deltactl.trainer.report import Publication
 
-__all__ = ["Adaptive", "DeltaCallback", "Every", "Publication", "Publisher"]
+__all__ = ["Adaptive", "DeltaCallback", "Every", "Publication", "Publisher", "RanksPublisher"]
 
 _HOMES = {
     "Adaptive": "deltactl.core.cadence",
@@ -19,6 +20,7 @@ _HOMES = {
     "Every": "deltactl.core.cadence",
     "Publication": "deltactl.trainer.report",
     "Publisher": "deltactl.trainer.publisher",
+    "RanksPublisher": "deltactl.trainer.ranks.publisher",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,32 +50,20 @@ class Anchors:
     def first(self, publication: Publication) -> None:
         """The chain's first anchor, or a new one of a chain that was not gone on with."""
         step = publication.step
-        self._since = Run(step, step, publication.bytes, 0, 0)
+        self._since = from_anchor(step, publication.bytes, ())
 
     def confirmed(self, link: Loose) -> None:
         """A delta that the bucket has confirmed."""
         with self._lock:
             assert self._since is not None
             self._loose.append(link)
-            self._since = replace(
-                self._since,
-                step=link.publication.step,
-                delta_bytes=self._since.delta_bytes + link.publication.bytes,
-                changed=self._since.changed + (link.publication.changed_elements or 0),
-            )
+            self._since = with_delta(self._since, link.publication)
             since, loose = self._since, tuple(self._loose)
         if self._worker.over or not self._worker.has_room:
             return
-        due = self._is_due(since)
+        due = is_due(self._cadence, since)
         if due or sum(item.publication.bytes for item in loose) > since.anchor_bytes:
             self._worker.put(_Advance(self, loose, due))
-
-    def _is_due(self, since: Run) -> bool:
-        try:
-            return self._cadence.due(since)
-        except Exception:  # another's code; the links go on without its anchors
-            log.exception("the cadence of anchors failed at step %d", since.step)
-            return False
 
     def advance(self, loose: tuple[Loose, ...]) -> Written:
         """Take deltas into the local base. Raises Malformed, OSError."""
@@ -91,20 +79,39 @@ class Anchors:
         """Put an anchor of the step of ``publication``. Raises what the bucket raises."""
         size = put_anchor(self._bucket, written.snapshot)
         with self._lock:
-            assert self._since is not None
-            newer = [item.publication for item in self._loose]
-            self._since = Run(
-                step=self._since.step,
-                anchor_step=publication.step,
-                anchor_bytes=size,
-                delta_bytes=sum(delta.bytes for delta in newer),
-                changed=sum(delta.changed_elements or 0 for delta in newer),
-            )
+            self._since = from_anchor(publication.step, size, (i.publication for i in self._loose))
         self._done(replace(publication, bytes=size))
 
     def close(self) -> None:
         """Finish what is under way."""
         self._worker.close()
+
+
+def is_due(cadence: Cadence, since: Run) -> bool:
+    """What the cadence says; no, where it fails."""
+    try:
+        return cadence.due(since)
+    except Exception:  # another's code; the links go on without its anchors
+        log.exception("the cadence of anchors failed at step %d", since.step)
+        return False
+
+
+def with_delta(since: Run, delta: Publication) -> Run:
+    """A run of deltas, and one more."""
+    return replace(
+        since,
+        step=delta.step,
+        delta_bytes=since.delta_bytes + delta.bytes,
+        changed=since.changed + (delta.changed_elements or 0),
+    )
+
+
+def from_anchor(step: int, nbytes: int, newer: Iterable[Publication]) -> Run:
+    """The run that begins with an anchor, and the deltas that were confirmed after it."""
+    since = Run(step, step, nbytes, 0, 0)
+    for delta in newer:
+        since = with_delta(since, delta)
+    return since
 
 
 class _Advance:
@@ -120,10 +127,11 @@ class _Advance:
             self._written = self._anchors.advance(self._loose)
         if self._due:
             seconds = time.monotonic() - self._started
-            self._anchors.put(self._written, _as_anchor(self._loose[-1].publication, seconds))
+            self._anchors.put(self._written, as_anchor(self._loose[-1].publication, seconds))
 
 
-def _as_anchor(delta: Publication, seconds: float) -> Publication:
+def as_anchor(delta: Publication, seconds: float) -> Publication:
+    """The anchor of a delta's step; of how many bytes is not known yet."""
     return replace(
         delta,
         kind="anchor",

@@ -9,6 +9,8 @@ from transformers import TrainerCallback
 
 from deltactl.core.store import Bucket
 from deltactl.trainer.publisher import Publisher
+from deltactl.trainer.ranks.piece import is_spread
+from deltactl.trainer.ranks.publisher import RanksPublisher
 from deltactl.trainer.report import log
 
 
@@ -27,7 +29,7 @@ class DeltaCallback(TrainerCallback):
     """
 
     def __init__(self, bucket: str | os.PathLike[str] | Bucket, **options: Any) -> None:
-        self.publisher: Publisher | None = None
+        self.publisher: Publisher | RanksPublisher | None = None
         self._bucket, self._options = bucket, options
 
     def on_train_begin(
@@ -42,7 +44,8 @@ class DeltaCallback(TrainerCallback):
         tokenizer = processing_class or others.get("tokenizer")  # its name before transformers 5
         options: dict[str, Any] = {"files": tokenizer} | self._options
         self._close()  # that of a training which an exception ended
-        self.publisher = Publisher(model, self._bucket, step=state.global_step, **options)
+        publisher = RanksPublisher if is_spread(model) else Publisher
+        self.publisher = publisher(model, self._bucket, step=state.global_step, **options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.publisher is not None:

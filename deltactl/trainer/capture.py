@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +92,28 @@ class Capture:
                     chunk.undo(bits)
         self.changes = {}
 
+    def settle(self) -> None:
+        """Keep what changed alone, in order of name."""
+        self.changes = {
+            name: self.changes[name]
+            for name in sorted(self.changes, key=utf8)
+            if self.changes[name].kind != "sparse" or self.changes[name].chunks
+        }
+
+
+class Described(Protocol):
+    """A tensor as it is published, without its elements."""
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors code."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In elements of ``dtype``."""
+        ...
+
 
 class Capturer:
     """Captures into one mirror, on all cores, through buffers that are kept from step to step."""
@@ -109,7 +131,7 @@ class Capturer:
         found = Capture(self.mirror)
         futures: list[Future[None]] = []
         try:
-            fresh = _match(found, live)
+            fresh = match(found, live)
             for future in self._begin(list(live.values()), _Comparison(found, fresh)):
                 futures.append(future)  # one by one: those before an error count too
             for future in futures:
@@ -118,11 +140,7 @@ class Capturer:
             wait(futures)  # or one would write to the mirror after this
             found.undo()
             raise
-        found.changes = {
-            name: found.changes[name]
-            for name in sorted(found.changes, key=utf8)
-            if found.changes[name].kind != "sparse" or found.changes[name].chunks
-        }
+        found.settle()
         return found
 
     def _begin(self, tensors: Sequence[Live], comparison: _Comparison) -> Iterator[Future[None]]:
@@ -152,7 +170,7 @@ def _by_device(tensors: Iterable[Live]) -> dict[torch.device, list[Live]]:
     return found
 
 
-def _match(found: Capture, live: Mapping[str, Live]) -> frozenset[str]:
+def match(found: Capture, live: Mapping[str, Described]) -> frozenset[str]:
     """Note what is added, removed, replaced; make room in the mirror. Returns the names of tensors
     that the mirror has no bits of yet."""
     mirror = found.mirror

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from deltactl.core.bits import Bits, Positions
-from deltactl.core.delta import DENSE
+from deltactl.core.delta_header import DENSE
 from deltactl.core.diff import Compared, DeltaWriter, DiffReport, part_bytes, report_of
 from deltactl.core.digest import TensorState, hasher
 from deltactl.core.encoding import encoding_named

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltactl.core.cadence import Cadence
 from deltactl.core.chain import delta_name
 from deltactl.core.store import Bucket
+from deltactl.trainer.account import Account, Notify
 from deltactl.trainer.anchors import Anchors, Loose
 from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import write_delta
 from deltactl.trainer.local_base import LocalBase
 from deltactl.trainer.put import put_anchor, put_link
-from deltactl.trainer.report import Publication, log
+from deltactl.trainer.report import Publication
 from deltactl.trainer.resume import Begin
 from deltactl.trainer.worker import Job, Worker
 
 PENDING = 4
 """Links that may wait for the bucket before training waits for it, or steps are merged."""
-
-Notify = Callable[[str, int], None]
-"""``notify(bucket's URL, step)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +34,12 @@ class Captured:
     blocked_seconds: float
 
 
-class Line:
+class Line(Account):
     """Takes captures one by one (``encode``), and puts their links in that order.
 
     One thread puts links, one makes and puts later anchors, so that no link waits for those, and
     one tells others. ``deltas``: an empty directory, for the files of deltas until the local base
-    has them in it. ``history``: what the bucket has confirmed.
+    has them in it.
     """
 
     def __init__(
@@ -58,19 +53,15 @@ class Line:
         cadence: Cadence,
         notify: Notify | None,
     ) -> None:
+        super().__init__(bucket.url, notify)
         self._bucket, self._base, self._deltas, self._encoding = bucket, base, deltas, encoding
         self._states = start.states
         self._step = None if start.since is None else start.since.step
-        self.history: list[Publication] = []
-        self._step_error: Exception | None = None
-        self._link_error: Exception | None = None
-        self._anchor_error: Exception | None = None
         self._links = Worker("deltactl-links", PENDING, self._link_failed)
         self._anchors = Anchors(
             bucket, base, cadence, start.since,
             done=self._anchored, failed=self._anchor_failed,
         )  # fmt: skip
-        self._notices = None if notify is None else _Notices(bucket.url, notify)
 
     @property
     def over(self) -> bool:
@@ -85,16 +76,6 @@ class Line:
     def wait_for_room(self) -> bool:
         """See Worker."""
         return self._links.wait_for_room()
-
-    @property
-    def error(self) -> Exception | None:
-        """What failed and has not been made good since."""
-        return self._step_error or self._link_error or self._anchor_error
-
-    def fail(self, error: Exception) -> None:
-        """A step got no link of its own; the next one has its changes."""
-        self._step_error = error
-        log.warning("a step got no link of its own, the next one has its changes: %s", error)
 
     # On the thread that encodes.
 
@@ -119,7 +100,7 @@ class Line:
 
         def put() -> None:
             size = put_anchor(self._bucket, written.snapshot)
-            publication = self._confirmed(replace(found, bytes=size), captured)
+            publication = self._confirmed(replace(found, bytes=size), captured.started)
             self._anchors.first(publication)
 
         return put
@@ -146,78 +127,15 @@ class Line:
 
         def put() -> None:
             put_link(self._bucket, delta_name(captured.step), path, captured.step)
-            self._anchors.confirmed(Loose(path, self._confirmed(found, captured)))
+            self._anchors.confirmed(Loose(path, self._confirmed(found, captured.started)))
 
         return put
-
-    # On the threads that put.
-
-    def _confirmed(self, publication: Publication, captured: Captured) -> Publication:
-        publication = replace(publication, seconds=time.monotonic() - captured.started)
-        self._link_error = None
-        self._note(publication)
-        if self._notices is not None:
-            self._notices.tell(publication.step)
-        return publication
-
-    def _anchored(self, publication: Publication) -> None:
-        self._anchor_error = None
-        self._note(publication)
-
-    def _note(self, publication: Publication) -> None:
-        self.history.append(publication)
-        log.info("%s", publication)
-
-    def _link_failed(self, error: Exception, last: bool) -> None:
-        self._link_error = error
-        if last:
-            log.error("nothing more is published: %s", error)
-        else:
-            log.warning("a link could not be put, and will be again: %s", error)
-
-    def _anchor_failed(self, error: Exception, last: bool) -> None:
-        self._anchor_error = error
-        if last:
-            log.error("no more anchors are made: %s", error)
-        else:
-            log.warning("an anchor could not be put, and will be again: %s", error)
 
     def close(self) -> None:
         """Put what is waiting, or give up at the first error."""
         self._links.close()
         self._anchors.close()
-        if self._notices is not None:
-            self._notices.close()
-
-
-class _Notices:
-    """Tells of the newest step; of those that come while somebody is being told only the last."""
-
-    def __init__(self, url: str, notify: Notify) -> None:
-        self._url, self._notify = url, notify
-        self._step = -1
-        self._lock = threading.Lock()
-        self._waiting = False
-        self._worker = Worker("deltactl-notify", 1, lambda *_: None)
-
-    def tell(self, step: int) -> None:
-        with self._lock:
-            self._step = step
-            if self._waiting:
-                return
-            self._waiting = True
-        self._worker.put(self._tell)
-
-    def _tell(self) -> None:
-        with self._lock:
-            step, self._waiting = self._step, False
-        try:
-            self._notify(self._url, step)
-        except Exception as error:  # another's code; whom it could not tell may follow the bucket
-            log.warning("step %d is published, and notify failed: %s", step, error, exc_info=error)
-
-    def close(self) -> None:
-        self._worker.close()
+        super().close()
 
 
 def _publication(captured: Captured, kind: str, total_elements: int, state: str) -> Publication:

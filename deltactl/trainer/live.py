@@ -86,7 +86,8 @@ def check_view(dtype: str | None) -> None:
 def _live(name: str, tensor: torch.Tensor, dtype: str | None) -> Live:
     if hasattr(tensor, "to_local"):  # a DTensor
         what = "a tensor that is spread over ranks cannot be published by one of them"
-        raise Unsupported(what, tensor=name, found=type(tensor).__name__)
+        hint = "deltactl.trainer.RanksPublisher, on every rank"
+        raise Unsupported(what, tensor=name, found=type(tensor).__name__, hint=hint)
     if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
         raise Unsupported(
             "a tensor of this kind cannot be published",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -87,7 +88,7 @@ def _is_pretrained(model: torch.nn.Module) -> bool:
 
 
 def _state(model: torch.nn.Module) -> Tensors:
-    state: Mapping[str, Any] = model.state_dict()
+    state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     return {
         _plain(name): value
@@ -115,7 +116,12 @@ def _once(tensors: Tensors, tied: Iterable[str]) -> Tensors:
 
 
 def _place(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Where a tensor's elements lie: the same for two that share all of them."""
+    """Where a tensor's elements lie: the same for two that share all of them.
+
+    Of a distributed one this rank may hold none; two that are tied are one object.
+    """
+    if isinstance(tensor, DTensor):
+        return (id(tensor),)
     return (
         tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(),
     )  # fmt: skip
@@ -137,18 +143,22 @@ def _renamed(tensors: Tensors, names: Names) -> Tensors:
 def check_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
     """Raise UsageError where the optimizer steps none of the tensors, by their storage."""
     stepped = {
-        parameter.data_ptr()
+        _start(parameter)
         for group in optimizer.param_groups
         for parameter in group["params"]
         if parameter.numel()
     }
-    if stepped and not stepped & {tensor.data_ptr() for tensor in tensors.values()}:
+    if stepped and not stepped & {_start(tensor) for tensor in tensors.values()}:
         raise UsageError(
             "the optimizer steps none of the model's tensors",
             expected="an optimizer of model.parameters()",
             hint="where weights are copied back after the step: leave optimizer= out, and call "
             "publisher.publish(step) once they are",
         )
+
+
+def _start(tensor: torch.Tensor) -> int:
+    return id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from deltactl.bucket import open_bucket
-from deltactl.core.cache import cache_root
 from deltactl.core.cadence import Cadence, Every
-from deltactl.core.digest import hasher
 from deltactl.core.encoding import DEFAULT, encoding_named
-from deltactl.core.errors import Conflict, NotAllowed, UsageError
-from deltactl.core.header import check_step
 from deltactl.core.store import Bucket
+from deltactl.trainer.account import Notify
 from deltactl.trainer.aux_files import Files, collect
 from deltactl.trainer.capture import Capturer
-from deltactl.trainer.line import Captured, Line, Notify
+from deltactl.trainer.line import Captured, Line
 from deltactl.trainer.live import Live, check_view, live_tensors
 from deltactl.trainer.local_base import LocalBase
 from deltactl.trainer.mirror import MEMORY, Mirror
 from deltactl.trainer.names import Names, Naming, check_optimizer, inner_optimizer, unwrapped
-from deltactl.trainer.report import Publication, log
 from deltactl.trainer.resume import begin, check_same_model
+from deltactl.trainer.scratch import emptied, scratch_directory
+from deltactl.trainer.stepping import Stepping
 
-WAIT, MERGE = "wait", "merge"
 
-
-class Publisher:
+class Publisher(Stepping[Line]):
     """Publishes a model's weights, step by step, into a bucket::
 
         with Publisher(model, "s3://bucket/run", optimizer=optimizer):
@@ -111,27 +102,19 @@ class Publisher:
     ) -> None:
         encoding_named(encoding)
         check_view(dtype)
-        if when_busy not in (WAIT, MERGE):
-            what = "unknown policy for a busy bucket"
-            raise UsageError(what, expected=f"{WAIT} or {MERGE}", found=when_busy)
-        if step is not None:
-            check_step(step)
-        self._naming, self._dtype, self._when_busy = Naming(model, names), dtype, when_busy
-        self._closed, self._blocked, self._merged = False, 0.0, 0
-        self._training, self._offset, self._newest = step or 0, 0, -1
+        super().__init__(step, when_busy)
+        self._naming, self._dtype = Naming(model, names), dtype
         self._encoding: tuple[Captured, Future[bool]] | None = None
-        self._line: Line | None = None
-        self._stack = contextlib.ExitStack()
         if not _is_first_rank():
             return
         opened = bucket if not isinstance(bucket, str | os.PathLike) else open_bucket(str(bucket))
         with contextlib.ExitStack() as stack:
-            place = stack.enter_context(_scratch(scratch, opened.url))
+            place = stack.enter_context(scratch_directory(scratch, opened.url))
             held = Mirror(mirror, place)
             stack.callback(held.close)
             start = begin(opened, place / "base", held)
             tensors = self._naming.tensors()
-            check_same_model(held, _specs(live_tensors(tensors, dtype)), opened.url)
+            check_same_model(held.tensors, _specs(live_tensors(tensors, dtype)), opened.url)
             aux = collect(unwrapped(model), files, dtype, place / "files")
             base = LocalBase(place / "base", aux)
             self._newest = start.newest
@@ -149,38 +132,12 @@ class Publisher:
                 opened,
                 start,
                 base,
-                _empty(place / "deltas"),
+                emptied(place / "deltas"),
                 encoding=encoding,
                 cadence=anchors,
                 notify=notify,
             )
             self._stack = stack.pop_all()
-
-    def _stepped(self, *_: Any) -> None:
-        self.publish()
-
-    def publish(self, step: int | None = None) -> None:
-        """Publish the weights as they are now, as ``step``, by default the one after the last.
-
-        Returns when what changed has been taken, and the weights may change again. Raises
-        UsageError for a number that is no step, and once closed. Nothing else that fails stops
-        training: see ``error``.
-        """
-        if self._closed:
-            raise UsageError("the publisher is closed", step=step)
-        training = self._training + 1 if step is None else step
-        check_step(training)
-        self._training = training
-        if self._line is None or self._line.over:
-            return
-        began = time.monotonic()
-        try:
-            self._capture(self._line, began, wait=self._when_busy == WAIT)
-        except Exception as error:
-            self._merged += 1
-            self._line.fail(error)
-        finally:
-            self._blocked += time.monotonic() - began
 
     def _capture(self, line: Line, began: float, *, wait: bool) -> None:
         self._await_encoding()
@@ -205,56 +162,6 @@ class Publisher:
         else:
             self._merged += captured.merged_steps + 1
 
-    def _number(self) -> int:
-        """The chain's step for the training's."""
-        number = self._training + self._offset
-        if number <= self._newest:
-            self._offset = self._newest + 1 - self._training
-            number = self._newest + 1
-            log.warning(
-                "training step %d is published as step %d: a chain's steps only rise, and this one "
-                "has got to %d", self._training, number, self._newest,
-            )  # fmt: skip
-        return number
-
-    @property
-    def history(self) -> tuple[Publication, ...]:
-        """What the bucket has confirmed, in order."""
-        return () if self._line is None else tuple(self._line.history)
-
-    @property
-    def last(self) -> Publication | None:
-        """The last of these."""
-        return self.history[-1] if self.history else None
-
-    @property
-    def error(self) -> Exception | None:
-        """What failed and has not been made good since; None if all that was captured is published
-        or on its way."""
-        return None if self._line is None else self._line.error
-
-    def close(self) -> None:
-        """Publish what has not been, and wait until the bucket has confirmed it.
-
-        A link that fails now is not tried for ever. Raises ``error`` if there is one in the end;
-        the chain is whole up to the last confirmed step then, and the next run goes on from there.
-        """
-        self._end(complete=True)
-        if self.error is not None:
-            raise self.error
-
-    def _end(self, *, complete: bool) -> None:
-        """``complete``: the model is between two steps, and what got no link can get one."""
-        if self._closed:
-            return
-        self._closed = True
-        with self._stack:
-            if self._line is not None:
-                try:
-                    self._finish(self._line, complete)
-                finally:
-                    self._line.close()
-
     def _finish(self, line: Line, complete: bool) -> None:
         self._await_encoding()
         if not (self._merged and complete) or line.over:
@@ -267,22 +174,6 @@ class Publisher:
         if self._merged and line.error is not None:
             line.fail(line.error)  # also if what waits is confirmed yet, this is not made good
 
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._end(complete=False)
-            if self.error is not None:
-                log.error("not everything was published: %s", self.error)
-
 
 def _is_first_rank() -> bool:
     distributed = torch.distributed
@@ -293,33 +184,3 @@ def _is_first_rank() -> bool:
 
 def _specs(live: dict[str, Live]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in live.items()}
-
-
-@contextlib.contextmanager
-def _scratch(given: str | os.PathLike[str] | None, url: str) -> Iterator[Path]:
-    """The publisher's directory, held by a lock."""
-    name = hasher().update(os.fsencode(url)).hexdigest()[:32]
-    place = cache_root() / "trainers" / name if given is None else Path(given)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        lock = open(place / "lock", "w")  # noqa: SIM115 - closed below
-    except OSError as error:
-        what = f"the publisher's directory cannot be written: {error.strerror or error}".lower()
-        hint = "name one of yours: scratch=, or set DELTACTL_CACHE"
-        raise NotAllowed(what, file=place, hint=hint) from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            what = "another publisher of this machine has the directory"
-            raise Conflict(
-                what, file=place, hint="one publisher a chain: close the other"
-            ) from None
-        yield place
-
-
-def _empty(place: Path) -> Path:
-    """Nothing in it is of use: what an earlier run had not got confirmed is found anew."""
-    shutil.rmtree(place, ignore_errors=True)
-    place.mkdir()
-    return place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from deltactl.core.parallel import map_largest_first
 from deltactl.core.placement import Placement
 from deltactl.core.pull import materialize
 from deltactl.core.store import Bucket
+from deltactl.trainer.capture import Described
 from deltactl.trainer.encode import States, digest_of
 from deltactl.trainer.mirror import Held, Mirror
 from deltactl.trainer.report import log
@@ -54,7 +56,7 @@ def begin(bucket: Bucket, directory: Path, mirror: Mirror) -> Begin:
         chain = read_chain(bucket)
     except NotFound:
         return Begin(-1)
-    newest = _newest(bucket)
+    newest = newest_step(bucket)
     if not chain.links and not chain.problems:
         return Begin(newest)
     try:
@@ -69,8 +71,9 @@ def begin(bucket: Bucket, directory: Path, mirror: Mirror) -> Begin:
         return Begin(newest)
 
 
-def _newest(bucket: Bucket) -> int:
-    """Also of what was never finished: a directory without its index is no link, and in the way."""
+def newest_step(bucket: Bucket) -> int:
+    """The highest step that the bucket has any object of, -1 for none; also of what was never
+    finished: a directory without its index is no link, and in the way."""
     matches = (_STEP.match(item.name) for item in bucket.list())
     return max((int(match[1]) for match in matches if match is not None), default=-1)
 
@@ -79,17 +82,18 @@ def _continued(bucket: Bucket, chain: Chain, directory: Path, mirror: Mirror, ne
     Placement(chain, Every(0)).next_step(None)
     tip = chain.tip
     assert tip is not None  # or the placement would have refused
-    _rebuild(bucket, chain, directory, tip)
+    rebuild(bucket, chain, directory, tip)
     with open_checkpoint(directory) as checkpoint:
         states = _load(mirror, checkpoint)
     found = state_digest(states.values())
     if found != chain.state_at(tip):
         what = "what was rebuilt is not the tip"
         raise Malformed(what, file=directory, step=tip, expected=chain.state_at(tip), found=found)
-    return Begin(newest, states, _since(chain, tip))
+    return Begin(newest, states, since_anchor(chain, tip))
 
 
-def _rebuild(bucket: Bucket, chain: Chain, directory: Path, step: int) -> None:
+def rebuild(bucket: Bucket, chain: Chain, directory: Path, step: int) -> None:
+    """Make ``directory`` a step's checkpoint, from what it holds where that is of the chain."""
     try:
         materialize(bucket, chain, directory, step=step)
     except (Conflict, UsageError):  # of another chain, or nothing that pull would replace
@@ -111,7 +115,8 @@ def _load(mirror: Mirror, checkpoint: Checkpoint) -> States:
     return {state.name: state for state in found}
 
 
-def _since(chain: Chain, tip: int) -> Run:
+def since_anchor(chain: Chain, tip: int) -> Run:
+    """What lies between the newest anchor that leads to the tip, and the tip."""
     anchor, deltas = chain.path(tip)
     size = sum(link.bytes for link in deltas)
     changed = sum(link.changed_elements or 0 for link in deltas)
@@ -119,11 +124,11 @@ def _since(chain: Chain, tip: int) -> Run:
 
 
 def check_same_model(
-    mirror: Mirror, specs: dict[str, tuple[str, tuple[int, ...]]], url: str
+    tensors: Mapping[str, Described], specs: dict[str, tuple[str, tuple[int, ...]]], url: str
 ) -> None:
-    """Raise Conflict where no tensor of the tip, in the mirror, is one of the model's by name,
-    dtype and shape: that is another model's chain, and not to be gone on with by mistake."""
-    tip = {held.name: (held.dtype, held.shape) for held in mirror.tensors.values()}
+    """Raise Conflict where no tensor of the tip is one of the model's by name, dtype and shape:
+    that is another model's chain, and not to be gone on with by mistake."""
+    tip = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if tip and specs and not tip.items() & specs.items():
         raise Conflict(
             "the bucket holds the chain of another model: no tensor is in both",

@@ -83,7 +83,8 @@ def _need_delta(link: Link) -> None:
 
 
 def _open(link: Link, place: Path) -> Delta:
-    """Open and check the file that a link is. Raises Malformed where it is another."""
+    """Open and check the file, or the directory, that a link is. Raises Malformed where it is
+    another."""
     delta = open_delta(place)
     if delta.header.metadata.get(HEADER_DIGEST) != identity(link):
         what = "the file is another than the link whose header was read"
@@ -96,7 +97,7 @@ def _open_kept(bucket: Bucket, link: Link, place: Path, found: FetchedLinks) -> 
     """Open what was fetched, by whomever; once more where it is gone or torn meanwhile."""
     with contextlib.suppress(DeltactlError):
         return _open(link, place)
-    place.unlink(missing_ok=True)
+    remove(place)
     return _open(link, _fetch(bucket, [link], found)[link.name])
 
 
@@ -109,12 +110,14 @@ def _fetch(bucket: Bucket, links: Sequence[Link], found: FetchedLinks) -> dict[s
     with _cache_errors(), held_place(_LINKS, bucket.url) as lock:
         shelf = cache_root() / _LINKS / "shelf"
         shelf.mkdir(exist_ok=True)
-        places = {link.name: shelf / f"{identity(link)}.safetensors" for link in links}
+        places = {link.name: shelf / f"{identity(link)}{_suffix(link)}" for link in links}
         missing = [link for link in links if not _has_size(places[link.name], link.bytes)]
         if missing:
             _make_room(shelf, set(places.values()), sum(link.bytes for link in links))
             with fetched(bucket, missing, lock / "link", Meter(silent, "", 0), keep=True) as new:
                 for link in missing:
+                    if link.directory is not None:
+                        remove(places[link.name])  # it would not give way to another
                     os.replace(new.places[link.name], places[link.name])
                 found.fetched_bytes += new.tally.bytes_fetched
         for place in places.values():
@@ -123,11 +126,21 @@ def _fetch(bucket: Bucket, links: Sequence[Link], found: FetchedLinks) -> dict[s
     return places
 
 
+def _suffix(link: Link) -> str:
+    return ".safetensors" if link.directory is None else ""
+
+
 def _has_size(path: Path, size: int) -> bool:
     try:
-        return path.stat().st_size == size
+        return _bytes_at(path) == size
     except FileNotFoundError:
         return False
+
+
+def _bytes_at(path: Path) -> int:
+    """Of a file, or of all files in a directory."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
 
 
 def _make_room(shelf: Path, wanted: set[Path], size: int) -> None:
@@ -138,11 +151,11 @@ def _make_room(shelf: Path, wanted: set[Path], size: int) -> None:
     others = {}
     for path in shelf.iterdir():
         with contextlib.suppress(FileNotFoundError):
-            others[path] = path.stat()
-    for path in sorted(others.keys() - wanted, key=lambda path: -others[path].st_mtime_ns):
-        size -= others[path].st_size
+            others[path] = path.stat().st_mtime_ns, _bytes_at(path)
+    for path in sorted(others.keys() - wanted, key=lambda path: -others[path][0]):
+        size -= others[path][1]
         if size < 0:
-            path.unlink(missing_ok=True)
+            remove(path)
 
 
 @contextlib.contextmanager

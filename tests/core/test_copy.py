@@ -275,7 +275,7 @@ def test_an_unfinished_anchor(
         assert of(dest) == of(source)
         return
     flip_bit(place / SHARDS[0], 900)
-    with pytest.raises(Conflict, match="anchor of other content"):
+    with pytest.raises(Conflict, match="link of other content"):
         copy_chain(source, dest)
     assert names(dest) == []
 

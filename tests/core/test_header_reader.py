@@ -48,7 +48,7 @@ def long_chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def header_sizes(bucket: RemoteBucket) -> list[int]:
     chain = read_chain(bucket)
-    found = [link.header.payload_start for link in chain.deltas.values()]  # type: ignore[union-attr]
+    found = [link.header.header_bytes for link in chain.deltas.values()]  # type: ignore[union-attr]
     bucket.forget()
     return found
 

@@ -668,7 +668,7 @@ def test_an_unfinished_anchor_of_other_content_is_in_the_way(
     unfinished(bucket, write(tmp_path / "source", first_state(), shards=shards))
     was = content(Path(bucket.url))
     other = write(tmp_path / "other", next_state(first_state(), 3))
-    with pytest.raises(Conflict, match="anchor of other content") as caught:
+    with pytest.raises(Conflict, match="link of other content") as caught:
         push(other, bucket)
     assert "anchors/step_000001" in str(caught.value.hint)
     assert content(Path(bucket.url)) == was

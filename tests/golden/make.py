@@ -9,9 +9,10 @@ made anew only while no release has written its like.
     chain/                  a chain of five steps and two anchors, which have shards
     single/                 a chain whose anchor is one file
     classes/                a chain of deltas in ulp_ctx, with blocks of every form
+    parts/                  a chain of deltas of several files
     trl-1/, trl-2/          chains as TRL writes them, not by our code
     expected.json           states and digests, not by our code either
-    expected_classes.json   those of classes/
+    expected_classes.json, expected_parts.json    those of classes/ and parts/
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import numpy as np
 from blake3 import blake3
 
 from deltactl.bucket import open_bucket
+from deltactl.core.chain import delta_directory
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.diff import diff
 from deltactl.core.publish import push
@@ -41,6 +43,7 @@ from tests.support.checkpoints import (
     write_safetensors,
 )
 from tests.support.page_reader import MANTISSA, state_digest
+from tests.support.several import write_parts
 
 GOLDEN = Path(__file__).parent
 ENCODINGS = ("raw", "gap_delta", "ulp", "ulp_ctx")
@@ -248,6 +251,21 @@ def make_classes(out: Path) -> None:
             push(source, bucket, step=step, anchor_every=0, encoding="ulp_ctx")
 
 
+PARTS = {2: ("gap_delta", 2), 3: ("raw", 2), 4: ("raw", 3), 5: ("gap_delta", 7)}
+"""By step: the encoding of the delta, and its files. There are fewer tensors than seven."""
+
+
+def make_parts(out: Path) -> None:
+    """The steps of ``chain``, on an anchor of one file."""
+    bucket = empty_bucket(out / "parts")
+    with tempfile.TemporaryDirectory() as scratch:
+        push(write_safetensors(Path(scratch) / "model.safetensors", steps()[1]), bucket, step=1)
+    for step, (encoding, count) in PARTS.items():
+        before, after = steps()[step - 1], steps()[step]
+        place = out / "parts" / delta_directory(step)
+        write_parts(place, before, after, count=count, step=step, encoding=encoding)
+
+
 def empty_bucket(path: Path):
     path.mkdir()
     return open_bucket(str(path))
@@ -389,11 +407,14 @@ def make(out: Path) -> None:
         make_chain(out)
         make_single(out)
         make_classes(out)
+        make_parts(out)
     make_trl_1(out)
     make_trl_2(out)
     write_json(out / "expected.json", expected())
     chains = {"chains": {"classes": described_steps(class_steps())}}
     write_json(out / "expected_classes.json", chains)
+    chains = {"chains": {"parts": described_steps(steps())}}
+    write_json(out / "expected_parts.json", chains)
 
 
 def write_json(path: Path, content: object) -> None:

@@ -41,3 +41,24 @@ def rows(header: Header) -> list[dict[str, Any]]:
 
 def set_rows(header: Header, table: list[dict[str, Any]]) -> None:
     header["__metadata__"]["deltactl.tensors"] = json.dumps(table, separators=(",", ":"))
+
+
+def rewrite_index(index: Path, change: Callable[[Header], None]) -> None:
+    """Let ``change`` alter an index, then make its digest fit again."""
+    document: Header = json.loads(index.read_bytes())
+    change(document)
+    document["metadata"][_PLACE] = "0" * 64
+    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+    place = f'"{_PLACE}":"'.encode()
+    digest = blake3(text).hexdigest().encode()
+    index.write_bytes(text.replace(place + b"0" * 64, place + digest))
+
+
+def table_of(index: Header, key: str) -> list[dict[str, Any]]:
+    """A table of an index, "tensors" or "files"; put it back with ``set_table``."""
+    found: list[dict[str, Any]] = json.loads(index["metadata"][f"deltactl.{key}"])
+    return found
+
+
+def set_table(index: Header, key: str, table: object) -> None:
+    index["metadata"][f"deltactl.{key}"] = json.dumps(table, separators=(",", ":"))

@@ -312,15 +312,43 @@ def sparse(row, parts, encoding, data):
     return result.tobytes()
 
 
+def read_delta(path):
+    """metadata and entries of a delta, a file or a directory"""
+    if not path.is_dir():
+        metadata, entries, header, payload = read_container(path)
+        check_header(header, metadata)
+        payload_digest = metadata["deltactl.payload_digest"]
+        check(hexdigest(payload) == payload_digest, "payload")
+        return metadata, entries
+    header = (path / "delta.safetensors.index.json").read_bytes()
+    index = json.loads(header)
+    metadata, homes = index["metadata"], index["weight_map"]
+    check_header(header, metadata)
+    entries, sizes = {}, {}
+    for row in json.loads(metadata["deltactl.files"]):
+        plain = pathlib.PurePath(row["name"]).parts == (row["name"],)
+        check(plain and row["name"] != "..", "a hostile name")
+        _, part, header, payload = read_container(path / row["name"])
+        check(len(header) + len(payload) == row["bytes"], "size")
+        check(hexdigest(header) == row["header"], "a part's header")
+        check(hexdigest(payload) == row["payload"], "payload")
+        for key, entry in part.items():
+            name = key.rpartition(".")[0]
+            check(homes.get(name) == row["name"], "weight_map")
+            sizes[name] = sizes.get(name, 0) + len(entry[2])
+        entries |= part
+    table = json.loads(metadata["deltactl.tensors"])
+    expected = {r["name"]: r["bytes"] for r in table if "bytes" in r}
+    check(sizes == expected and sizes.keys() == homes.keys(), "bytes")
+    return metadata, entries
+
+
 def apply_delta(path, base):
     """The state that a delta leads to from the state base."""
-    metadata, parts, header, payload = read_container(path)
-    check_header(header, metadata)
+    metadata, parts = read_delta(pathlib.Path(path))
     check(metadata["sparse"] == "True", "no delta")
     base_state = metadata["deltactl.base_state"]
     result_state = metadata["deltactl.result_state"]
-    payload_digest = metadata["deltactl.payload_digest"]
-    check(hexdigest(payload) == payload_digest, "payload")
     check(state_digest(base) == base_state, "another base")
     result, used = dict(base), set()
     for row in json.loads(metadata["deltactl.tensors"]):
@@ -351,6 +379,7 @@ def apply_delta(path, base):
 
 
 INDEX = "model.safetensors.index.json"
+DELTA_INDEX = "delta.safetensors.index.json"
 
 
 def read_anchor(path):
@@ -392,13 +421,15 @@ def read_anchor(path):
 def read_chain(bucket):
     """Every step's state, {step: state}, replayed through every link."""
     states = {}
-    deltas = {int(path.stem[5:]): path for path in bucket.glob("deltas/step_*.safetensors")}
+    deltas = {int(path.stem[5:]): path for path in bucket.glob("deltas/step_*")}
+    deltas = {n: d for n, d in deltas.items() if not d.is_dir() or (d / DELTA_INDEX).exists()}
     anchors = {int(path.stem[5:]): path for path in bucket.glob("anchors/step_*")}
     for step in sorted(deltas.keys() | anchors.keys()):
         if step in deltas:
-            metadata, *_ = read_container(deltas[step])
+            metadata, _ = read_delta(deltas[step])
             check(metadata["model_version"] == str(step), "step")
-            check(deltas[step].name == f"step_{step:06d}.safetensors", "name")
+            suffix = "" if deltas[step].is_dir() else ".safetensors"
+            check(deltas[step].name == f"step_{step:06d}{suffix}", "name")
             states[step] = apply_delta(deltas[step], states[int(metadata["prev_model_version"])])
         if step in anchors:
             found = read_anchor(anchors[step])

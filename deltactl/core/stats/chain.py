@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from deltactl.core.anchor import AnchorHeader
 from deltactl.core.bits import element_bytes
 from deltactl.core.chain import Link, read_chain
-from deltactl.core.delta import DeltaHeader
+from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.encoding import ENCODINGS
 from deltactl.core.errors import NotFound
 from deltactl.core.header import Record, utf8

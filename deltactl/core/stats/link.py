@@ -36,7 +36,7 @@ def stats_delta(delta: Delta, progress: Progress = silent) -> Stats:
     The payload is checked first, where it has a digest. Raises Malformed.
     """
     header = delta.header
-    if header.payload_digest is not None:
+    if header.has_digests:
         delta.check_payload()
     records = list(delta.records.values())
     meter = Meter(progress, "measuring", sum(record.nbytes for record in records))

@@ -1,0 +1,225 @@
+"""Publishes every optimizer step of a training run of many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from deltactl.bucket import open_bucket
+from deltactl.core.cadence import Cadence, Every
+from deltactl.core.encoding import DEFAULT, encoding_named
+from deltactl.core.store import Bucket
+from deltactl.trainer.account import Notify
+from deltactl.trainer.aux_files import Files, collect
+from deltactl.trainer.live import check_view
+from deltactl.trainer.mirror import MEMORY, Mirror
+from deltactl.trainer.names import (
+    Names,
+    Naming,
+    Tensors,
+    check_optimizer,
+    inner_optimizer,
+    unwrapped,
+)
+from deltactl.trainer.ranks.capture import Parts, describe
+from deltactl.trainer.ranks.group import Group, RankLost, on_all
+from deltactl.trainer.ranks.layout import lay_out
+from deltactl.trainer.ranks.line import RankLine, Status, Taken
+from deltactl.trainer.ranks.resume import begin
+from deltactl.trainer.resume import check_same_model
+from deltactl.trainer.scratch import emptied, scratch_directory
+from deltactl.trainer.stepping import Stepping
+
+
+class RanksPublisher(Stepping[RankLine]):
+    """Publishes a model that is spread over ranks, step by step, into a bucket::
+
+        fully_shard(model)
+        with RanksPublisher(model, "s3://bucket/run", optimizer=optimizer):
+            ...  # the training loop as it is, on every rank
+
+    All that ``Publisher`` says holds, and every rank makes one with the same arguments, calls
+    ``publish`` and ``close`` as often as the others, and waits for them there. The model is as
+    fully_shard, DistributedDataParallel or nothing has left it: tensors may be DTensors that are
+    sharded or replicated over any mesh, or the same on all ranks.
+
+    Nobody ever has the whole model. Each tensor has one rank that writes it, so that all write
+    about as much; what changed is compared where it is, and sent there. Each rank holds two
+    mirrors, of what it has and of what it writes: each of the model's size over the number of
+    ranks. Ranks talk to each other while training waits, of as much as has changed; all else is in
+    the background, where they only look into the bucket.
+
+    A step's delta, and an anchor, is a file of each rank and an index, which the first rank puts
+    when all are there. ``history`` and ``notify`` are the first rank's.
+
+    ``scratch``: a directory; each rank has one of its own in it. The first rank of a machine also
+    keeps the step there that the last run of that machine began with.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        bucket: str | os.PathLike[str] | Bucket,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        step: int | None = None,
+        encoding: str = DEFAULT,
+        anchors: Cadence = Every(),  # noqa: B008 - frozen
+        when_busy: Literal["wait", "merge"] = "wait",
+        files: Files | None = None,
+        names: Names | None = None,
+        dtype: Literal["bfloat16"] | None = None,
+        scratch: str | os.PathLike[str] | None = None,
+        mirror: Literal["memory", "disk"] = MEMORY,
+        notify: Notify | None = None,
+    ) -> None:
+        encoding_named(encoding)
+        check_view(dtype)
+        super().__init__(step, when_busy)
+        self._naming, self._dtype = Naming(model, names), dtype
+        self._encoding: tuple[Taken, Future[bool]] | None = None
+        opened = bucket if not isinstance(bucket, str | os.PathLike) else open_bucket(str(bucket))
+        with contextlib.ExitStack() as stack:
+            self._group = group = Group()
+            stack.callback(group.close)
+            self._speaks = group.rank == 0
+
+            def prepare() -> tuple[Path, Mirror, Mirror]:
+                below = f"rank-{group.rank:05d}"
+                place = stack.enter_context(scratch_directory(scratch, opened.url, below))
+                mirrors = Mirror(mirror, place), Mirror(mirror, place)
+                for held in mirrors:
+                    stack.callback(held.close)
+                if optimizer is not None:
+                    check_optimizer(optimizer, self._tensors())
+                return place, *mirrors
+
+            place, parts, owned = on_all(group, prepare)
+            described = on_all(group, lambda: describe(self._tensors(), dtype))
+            layout = lay_out(group.gather(described), group.rank)
+            start = begin(opened, group, layout, place, parts, owned)
+            specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
+            check_same_model(start.table, specs, opened.url)
+            attempt = group.gather(secrets.token_hex(4))[0]
+            self._newest = start.plan.newest
+            if step is None and start.plan.since is not None:
+                self._training = start.plan.since.step
+
+            def line() -> RankLine:
+                aux: dict[str, Path] = {}
+                if group.rank == 0:
+                    aux = collect(unwrapped(model), files, dtype, place / "files")
+                return RankLine(
+                    opened,
+                    layout,
+                    group.size,
+                    owned,
+                    start,
+                    aux,
+                    emptied(place / "deltas"),
+                    attempt=attempt,
+                    encoding=encoding,
+                    cadence=anchors,
+                    notify=notify,
+                )
+
+            self._line = on_all(group, line)
+            self._parts = Parts(layout, parts)
+            stack.callback(self._parts.close)
+            self._encoder = ThreadPoolExecutor(1, thread_name_prefix="deltactl-encode")
+            stack.callback(self._encoder.shutdown)
+            if optimizer is not None:
+                hook = inner_optimizer(optimizer).register_step_post_hook(self._stepped)
+                stack.callback(hook.remove)
+            self._stack = stack.pop_all()
+
+    def _tensors(self) -> Tensors:
+        return self._naming.tensors()
+
+    def _capture(self, line: RankLine, began: float, *, wait: bool) -> None:
+        try:
+            if not self._agree(line, wait=wait):
+                self._merged += 1
+                return
+            step = self._number()
+            sent = self._parts.capture(self._tensors, self._dtype, self._group)
+        except RankLost:
+            line.stop()
+            raise
+        blocked = self._blocked + time.monotonic() - began
+        taken = Taken(sent, step, self._training, self._merged, began, blocked)
+        self._encoding = taken, self._encoder.submit(line.encode, taken)
+        self._blocked, self._merged = began - time.monotonic(), 0
+
+    def _agree(self, line: RankLine, *, wait: bool) -> bool:
+        """Tell the others how things stand, and hear it from them; whether all are ready. Waits
+        until the mirrors are free, and takes note of what became of the last capture."""
+        encoded = self._encoding is None or self._encoding[1].result()
+        status = line.status(encoded=encoded, wait=wait)
+        rows = self._group.counts(
+            [status.encoded, status.room, status.over, status.confirmed, status.due]
+        )
+        statuses = [Status(bool(a), bool(b), bool(c), d, e) for a, b, c, d, e in rows]
+        ok = all(status.encoded for status in statuses)
+        line.settle(ok)
+        if self._encoding is not None:
+            taken, self._encoding = self._encoding[0], None
+            if ok:
+                self._newest = taken.step
+            else:
+                taken.sent.parts.undo()
+                self._merged += taken.merged_steps + 1
+        return line.heard(statuses)
+
+    def _close_in_turn(self, line: RankLine, close: Callable[[], bool]) -> None:
+        there = close() if self._group.rank else True
+        if not all(row[0] for row in self._group.counts([there])):
+            line.give_up()
+        if self._group.rank == 0:
+            close()
+
+    def _finish(self, line: RankLine, complete: bool) -> None:
+        if not complete:  # the others may be anywhere, or gone
+            if self._encoding is not None:
+                self._encoding[1].result()
+            line.give_up()
+            return
+        try:
+            self._agree(line, wait=False)
+            if self._merged and not line.over:
+                self._last(line)
+            self._put_all(line)
+        except RankLost as error:
+            line.stop()
+            line.fail(error)
+
+    def _last(self, line: RankLine) -> None:
+        """Give a link to what has none."""
+        try:
+            self._capture(line, time.monotonic(), wait=True)
+        except RankLost:
+            raise
+        except Exception as error:
+            line.fail(error)
+        self._agree(line, wait=False)
+        if self._merged and line.error is not None:
+            line.fail(line.error)  # also if what waits is confirmed yet, this is not made good
+
+    def _put_all(self, line: RankLine) -> None:
+        """Put what is waiting: the first rank last, as it waits for what the others put."""
+        self._close_in_turn(line, line.close_links)
+        if not line.over:
+            self._agree(line, wait=False)  # an anchor may have become due
+        self._close_in_turn(line, line.close_anchors)
+        errors = self._group.gather(None if line.error is None else str(line.error))
+        for rank, error in enumerate(errors):
+            if error is not None and line.error is None:
+                line.fail(RuntimeError(f"rank {rank}: {error}"))

@@ -1,0 +1,50 @@
+"""Where a publisher keeps what it needs on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from deltactl.core.cache import cache_root
+from deltactl.core.digest import hasher
+from deltactl.core.errors import Conflict, NotAllowed
+
+
+@contextlib.contextmanager
+def scratch_directory(
+    given: str | os.PathLike[str] | None, url: str, below: str = ""
+) -> Iterator[Path]:
+    """The publisher's directory, or one of its own ``below`` that, held by a lock.
+
+    Raises NotAllowed, Conflict.
+    """
+    name = hasher().update(os.fsencode(url)).hexdigest()[:32]
+    place = cache_root() / "trainers" / name if given is None else Path(given)
+    place /= below
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock = open(place / "lock", "w")  # noqa: SIM115 - closed below
+    except OSError as error:
+        what = f"the publisher's directory cannot be written: {error.strerror or error}".lower()
+        hint = "name one of yours: scratch=, or set DELTACTL_CACHE"
+        raise NotAllowed(what, file=place, hint=hint) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            what = "another publisher of this machine has the directory"
+            raise Conflict(
+                what, file=place, hint="one publisher a chain: close the other"
+            ) from None
+        yield place
+
+
+def emptied(place: Path) -> Path:
+    """The directory, empty: what an earlier run had not got confirmed is found anew."""
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    return place
