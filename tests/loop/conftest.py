@@ -1,0 +1,20 @@
+"""An environment for the tests of a module, in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from deltactl.loop.environment import Environment
+
+
+@pytest.fixture
+def environment() -> Iterator[Environment]:
+    with Environment(idle=2.0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
