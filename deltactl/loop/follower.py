@@ -1,6 +1,7 @@
 """The follower: has the server load each step that appears in the bucket, on its own time.
 
-Nobody tells it; it looks. Where several steps have appeared it goes to the newest at once.
+Nobody tells it; it looks. Where several steps have appeared it goes to the newest at once. What may
+pass, as a server that does not answer, is tried again at the next look.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from typing import Any
 
 from deltactl.bucket import open_bucket
-from deltactl.core.errors import NotFound
+from deltactl.core.errors import NotFound, Transient
 from deltactl.core.store import Bucket
 from deltactl.loop.processes import part, tell
 from deltactl.server.apply import apply_to_servers
@@ -25,13 +26,16 @@ def work(settings: dict[str, Any]) -> None:
         if links == seen:
             time.sleep(_LOOK)
             continue
-        seen = links
         applied = apply_to_servers(bucket, None, [settings["server"]])
-        for replica in applied.replicas:
-            if replica.error is not None:
-                raise replica.error
+        row = applied.replicas[0]
+        if isinstance(row.error, Transient):
+            time.sleep(_LOOK)
+            continue
+        if row.error is not None:
+            raise row.error
+        seen = links
         if applied.step > served:
-            served, row = applied.step, applied.replicas[0]
+            served = applied.step
             tell(
                 event="served",
                 step=served,
