@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -131,7 +132,9 @@ class Environment(ThreadingHTTPServer):
             self._places.release()
 
     def handle_error(self, request: socket | tuple[bytes, socket], client_address: Any) -> None:
-        """A client that breaks off is no event."""
+        """A client that breaks off is no event; anything else is a fault of ours, and told."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -144,6 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
 
     def do_GET(self) -> None:
+        if "Content-Length" in self.headers or "Transfer-Encoding" in self.headers:
+            self.close_connection = True  # a body that is not read is not the next request
         self._answer(self._get)
 
     def do_POST(self) -> None:

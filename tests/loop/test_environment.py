@@ -161,7 +161,7 @@ def test_a_guess_that_is_no_word_is_answered_by_refusing_marks(
 
 def test_paths_and_methods_that_are_not_there(environment: Environment) -> None:
     url, body = environment.url, {"word": "bat", "seed": 1}
-    for path in ("/session", "/sessions/", "//sessions", "/sessions/x/guess"):
+    for path in ("/session", "/sessions/", "/sessions//", "/sessions/x/guess"):
         assert requests.post(url + path, json=body, timeout=30).status_code == 404
     name = "0" * 16
     assert requests.post(f"{url}/sessions/{name}/guess", json=body, timeout=30).status_code == 404
@@ -191,6 +191,10 @@ RAW: dict[str, tuple[bytes, bytes]] = {
     "hexadecimal": (HEAD + b"Content-Length: 0x2\r\n\r\n{}", b"HTTP/1.1 413"),
     "huge": (HEAD + b"Content-Length: 99999999999999999999\r\n\r\n", b"HTTP/1.1 413"),
     "too long": (HEAD + b"Content-Length: 1025\r\n\r\n", b"HTTP/1.1 413"),
+    "a request in a body": (
+        b"GET / HTTP/1.1\r\nContent-Length: 9\r\n\r\nGET / ...",
+        b"HTTP/1.1 200",
+    ),
     "a long line": (b"GET /" + b"a" * 70000, b"HTTP/1.1 414"),
     "many headers": (HEAD + b"A: b\r\n" * 200 + b"\r\n", b"HTTP/1.1 431"),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b""),
@@ -202,7 +206,9 @@ def test_what_no_client_sends_ends_the_connection_and_no_more(
     environment: Environment, name: str
 ) -> None:
     raw, answer = RAW[name]
-    assert exchange(environment, raw).startswith(answer)
+    found = exchange(environment, raw)
+    assert found.startswith(answer)
+    assert found.count(b"HTTP/1.1 ") <= 1
     assert len(begin(environment, 1)) == 16
 
 
