@@ -16,6 +16,18 @@ import typer
 
 from deltactl.cli import text
 from deltactl.cli.exits import UNSOUND
+from deltactl.cli.loop import (
+    LOOP_KEYS,
+    LOOP_STEPS,
+    Asked,
+    Loop,
+    LoopBucket,
+    LoopPlot,
+    LoopSeed,
+    LoopVllm,
+    check,
+    run_loop,
+)
 from deltactl.cli.manual import manual
 from deltactl.cli.options import Json, Quiet, output
 from deltactl.core.errors import Conflict, DeltactlError, UsageError
@@ -27,6 +39,7 @@ if TYPE_CHECKING:
     from deltactl.core.store import Bucket
     from deltactl.core.verify import VerifyReport
 
+_STEPS = 12
 _NEEDED = ("torch", "transformers", "tokenizers")
 
 
@@ -84,9 +97,14 @@ class _Account:
         "differing": "names of tensors that differ",
         "directory": "where all was kept; null if it was removed",
         "bucket": "the chain's bucket; null if it was removed",
+        **{f"--loop: {key}": what for key, what in LOOP_KEYS.items()},
     },
-    exits=[UNSOUND, 4, 11],
-    examples=["deltactl demo", "deltactl demo kept && deltactl log kept/bucket"],
+    exits=[UNSOUND, 4, 5, 11],
+    examples=[
+        "deltactl demo",
+        "deltactl demo kept && deltactl log kept/bucket",
+        "deltactl demo --loop --vllm VENV/bin/vllm --plot reward.png",
+    ],
 )
 def demo(
     ctx: typer.Context,
@@ -100,8 +118,20 @@ def demo(
         ),
     ] = None,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", min=1, help="Steps to train and publish.")
-    ] = 12,
+        int | None,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            min=1,
+            help=f"Steps to train and publish. Default: {_STEPS}; with --loop {LOOP_STEPS}.",
+            show_default=False,
+        ),
+    ] = None,
+    loop: Loop = False,
+    bucket: LoopBucket = None,
+    seed: LoopSeed = None,
+    vllm: LoopVllm = None,
+    plot: LoopPlot = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -111,11 +141,24 @@ def demo(
     a learning rate of 2e-6, and written in bfloat16 at each step. The steps go into a local bucket;
     the chain is verified by rebuilding every step; the last one is pulled, compared with the
     trainer's bit for bit, and loaded by transformers. Takes seconds, and neither GPU nor network.
+
+    With --loop the model learns a word game, in processes that meet in the bucket alone: a trainer
+    publishes every step, a real vLLM server is brought to each by one that watches the bucket, and
+    a player asks the server, plays at an environment over HTTP, and puts rollouts into the bucket.
+    In the end the server's weights are compared with the trainer's, bit for bit. Takes minutes, of
+    which vLLM's start is one; it needs vLLM, on the CPU if need be.
     """
     screen = output(ctx, json=json, quiet=quiet)
+    asked = Asked(bucket, seed, vllm, plot)
     _check_installed()
+    if loop:
+        check(asked)
+        with _place(directory) as place:
+            run_loop(screen, place, steps, asked, directory)
+        return
+    asked.refuse()
     with _place(directory) as place, screen.progress() as progress:
-        account = _run(place, steps, directory, progress)
+        account = _run(place, steps or _STEPS, directory, progress)
     screen.result(_document(account), lambda: _lines(account))
     if not account.ok:
         for error in _faults(account):
