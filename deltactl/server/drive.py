@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections import Counter
 from collections.abc import Callable
@@ -76,8 +77,9 @@ class Drive:
             try:
                 seen = self._acts[do](seen)
             except DeltactlError as error:
-                self._failed(do, error, seen)
                 self.report.forget()
+                if not self._may_go_on(do, error):
+                    raise self._stuck(error) from None
                 seen = self._look()
             self._note(seen)
         self._conclude(seen)
@@ -112,16 +114,22 @@ class Drive:
         if not seen.engine.sound:
             report.error = unknown_weights(seen, url, job.goal.target, report.error)
 
-    def _failed(self, do: Do, error: DeltactlError, seen: Seen) -> None:
-        """Once is no reason to give up, where another try may go better."""
+    def _may_go_on(self, do: Do, error: DeltactlError) -> bool:
+        """After a failure: once is no reason to give up, where another try may go better."""
         self._failures[do] += 1
-        if isinstance(error, Transient | Refused) and self._failures[do] < _TRIES:
-            return
-        if do in _TO_REST and not seen.engine.sound:
-            raise unknown_weights(seen, self.server.url, self.job.goal.target, error)
-        if do in _TO_REST:
-            raise error
-        self.job.error = self.job.error or error
+        if isinstance(error, Transient | Refused | Malformed) and self._failures[do] < _TRIES:
+            return True
+        if do not in _TO_REST:
+            self.job.error = self.job.error or error
+        return do not in _TO_REST
+
+    def _stuck(self, error: DeltactlError) -> DeltactlError:
+        """What to raise for a server that does not come to rest; how it is left is noted."""
+        with contextlib.suppress(DeltactlError):
+            seen = self._note(self._look())
+            if not seen.engine.sound:
+                return unknown_weights(seen, self.server.url, self.job.goal.target, error)
+        return error
 
     # Looking.
 
