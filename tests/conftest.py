@@ -26,7 +26,7 @@ __all__ = [
     "vllm_first", "vllm_fresh", "vllm_live", "vllm_s3", "vllm_scratch", "vllm_setup",
 ]  # fmt: skip
 
-NEED_VLLM = ("vllm/real", "server/real")
+NEED_VLLM = ("loop/real", "server/real", "vllm/real")
 """Directories of tests that start a real vLLM. Where it is not installed they are not collected."""
 
 collect_ignore = list(NEED_VLLM) if vllm_is_missing() else []

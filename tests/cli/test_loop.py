@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from deltactl.cli.app import app
+from deltactl.core.errors import Malformed
 from deltactl.loop import run as module
 from deltactl.loop.equality import Equality
 from deltactl.loop.run import Report, Row, Wish
-from deltactl.core.errors import Malformed
 from deltactl.server.audit import Audited
 
 Captured = pytest.CaptureFixture[str]

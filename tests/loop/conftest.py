@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import pytest
 
 from deltactl.loop.environment import Environment
-
-collect_ignore = [] if find_spec("vllm") else ["real"]
 
 
 @pytest.fixture
