@@ -41,6 +41,7 @@ TIMEOUT = 120.0
         "written": "false if the result was there already",
         "proven": "false if the delta names no digest to prove the result by, as TRL's",
         "out": "where the result is",
+        "newer": "with --server: newer steps in the bucket that cannot be rebuilt",
         "dry_run": "with --server: whether nothing was done",
         "replicas": REPLICA_KEYS,
     },

@@ -67,9 +67,13 @@ def apply_to(
     document = {
         "step": done.step,
         "state": done.state,
+        "newer": done.newer,
         "dry_run": options.dry_run,
         "replicas": rows,
     }
+    if done.newer:
+        steps = ", ".join(map(str, done.newer))
+        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {target}")
     screen.result(document, lambda: _lines(done, options.dry_run))
     for replica in done.replicas:
         if replica.error is not None:

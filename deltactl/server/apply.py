@@ -21,12 +21,14 @@ from deltactl.server.update import DEFAULTS, Job, Options
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What ``apply`` did: the step and its state, and of each server what became of it."""
+    """What ``apply`` did: the step and its state, and of each server what became of it. ``newer``:
+    steps above that are in the bucket and cannot be rebuilt, where no step was asked for."""
 
     step: int
     state: str | None
     replicas: list[Replica]
     interrupted: bool
+    newer: tuple[int, ...] = ()
 
 
 def apply_to_servers(
@@ -77,7 +79,7 @@ def _apply(
         return _to_goal(url, Job(goal, options, stop), together)
 
     replicas, interrupted = side_by_side(one, urls, stop, on_interrupt)
-    return Applied(goal.step, goal.state, replicas, interrupted)
+    return Applied(goal.step, goal.state, replicas, interrupted, goal.newer)
 
 
 def _to_goal(url: str, job: Job, together: Together) -> Replica:

@@ -101,6 +101,7 @@ class Drive:
         elif not job.there(seen):
             whole = job.options.repair or not seen.engine.sound
             way = job.goal.way(seen.engine.step, seen.engine.state, full=whole)
+            self._note_stranger(seen)
             self.report.how = "full" if way.full else "deltas"
             self.report.deltas, self.report.bytes_fetched = way.deltas, way.nbytes
 
@@ -175,6 +176,12 @@ class Drive:
             self._note_own(seen, update)
         return seen
 
+    def _note_stranger(self, seen: Seen) -> None:
+        """Weights of another chain are replaced as any others; but somebody may have erred."""
+        state, note = seen.engine.state, "held weights that are no step of this chain"
+        if state is not None and state not in self.job.goal.states():
+            self.report.notes += [] if note in self.report.notes else [note]
+
     def _is_another_s(self, seen: Seen) -> bool:
         """Whether the server is in the hands of another client, which is let alone."""
         update, job = seen.update, self.job
@@ -198,7 +205,7 @@ class Drive:
         repairable = not seen.engine.sound and not update.full
         if update.phase in UNWRITTEN and job.going and not repairable:
             job.error = update.error or DeltactlError("the server could not load the update")
-            if isinstance(job.error, Conflict) and job.error.hint is None:
+            if isinstance(job.error, Conflict | Malformed) and job.error.hint is None:
                 job.error.hint = (
                     f"deltactl apply {job.goal.target} --server {self.server.url} --repair"
                 )
@@ -244,6 +251,7 @@ class Drive:
             raise DeltactlError("the server does not keep what it stages", file=self.server.url)
         whole = job.options.repair or not engine.sound
         self._way = job.goal.way(engine.step, engine.state, full=whole)
+        self._note_stranger(seen)
         job.dead.add(job.id)
         job.id = secrets.token_hex(8) + (HELD if seen.paused and job.held else "")
         job.cleared, self._staged_paused = False, seen.paused

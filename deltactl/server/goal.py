@@ -37,13 +37,15 @@ class Way:
 class Goal(Protocol):
     """A step that servers are to serve.
 
-    ``bucket``: the address that the servers read it from; ``target``: what the user typed.
+    ``bucket``: the address that the servers read it from; ``target``: what the user typed;
+    ``newer``: steps above that the chain has and cannot rebuild, where no step was asked for.
     """
 
     step: int
     state: str
     bucket: str
     target: str
+    newer: tuple[int, ...]
 
     def states(self) -> Mapping[str, int]:
         """The states that the goal's chain knows, and the step that each of them is."""
@@ -65,6 +67,7 @@ class ChainGoal:
     def __init__(self, chain: Chain, step: int | None) -> None:
         self._chain, self.bucket = chain, chain.url
         self.step = wanted_step(chain, step)
+        self.newer = () if step is not None else tuple(n for n in chain.all_steps if n > self.step)
         if not chain.links_at(self.step):
             chain.path(self.step)  # says why
         state = chain.state_at(self.step)
@@ -87,6 +90,8 @@ class ChainGoal:
         return found
 
     def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+        if self.newer and step is not None and step > self.step and not full:
+            raise self._backward(step)
         near = None if full or state is None else self._near(step, state)
         try:
             anchor, deltas = self._chain.path(self.step)
@@ -98,6 +103,16 @@ class ChainGoal:
         if near is not None and near.nbytes < _size(*links):
             return near
         return Way(step, state, _names(*links), len(deltas), _size(*links), True)
+
+    def _backward(self, step: int) -> Conflict:
+        """For a server that would go back, which is for the user to say."""
+        return Conflict(
+            "the server is on a newer step than the chain can give",
+            file=self.bucket,
+            expected=f"step {step} or above",
+            found=f"step {self.step}",
+            hint=f"deltactl verify {self.bucket}; to go back, name the step: {self.target}",
+        )
 
     def _near(self, step: int | None, state: str) -> Way | None:
         """The deltas from a state of the chain; None for one that is none, or no earlier one."""
@@ -142,6 +157,7 @@ class DeltaGoal:
             raise UsageError("the delta names no step", file=delta, hint=hint)
         self.step, self.state = header.step, header.result_state
         self.bucket, self.target = str(bucket), str(delta)
+        self.newer: tuple[int, ...] = ()
         self._path, self._name, self._header = delta, name, header
 
     def states(self) -> dict[str, int]:

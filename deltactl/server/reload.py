@@ -67,7 +67,7 @@ def reload_servers(
         return report
 
     replicas, interrupted = side_by_side(one, urls, stop, on_interrupt)
-    return Applied(pulled.step, pulled.state, replicas, interrupted)
+    return Applied(pulled.step, pulled.state, replicas, interrupted, pulled.newer)
 
 
 class _Reload:

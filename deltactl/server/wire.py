@@ -98,6 +98,7 @@ class Wire:
         except HTTPError as error:  # of reading the body
             raise self._no_answer(path, type(error).__name__) from None
         if reply.status_code != 200:
+            self._session.close()  # vLLM's may close after a fault, and the next request be lost
             raise self._refused(reply.status_code, path, raw)
         return parse_json(raw, self.url, what=f"the answer to {path}") if raw.strip() else {}
 

@@ -57,6 +57,14 @@ class Account(ABC):
 
     def _note(self, publication: Publication) -> None:
         self.history.append(publication)
+        changed, total = publication.changed_elements or 0, publication.total_elements
+        if len(self.history) == 1 and changed > 0.9 * total:
+            log.warning(
+                "the model differs from the chain's tip in %d of %d elements: was the checkpoint "
+                "loaded with which the training is to go on?",
+                changed,
+                total,
+            )
         log.info("%s", publication)
 
     def _link_failed(self, error: Exception, last: bool) -> None:

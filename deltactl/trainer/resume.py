@@ -126,20 +126,23 @@ def since_anchor(chain: Chain, tip: int) -> Run:
 def check_same_model(
     tensors: Mapping[str, Described], specs: dict[str, tuple[str, tuple[int, ...]]], url: str
 ) -> None:
-    """Raise Conflict where no tensor of the tip is one of the model's by name, dtype and shape:
-    that is another model's chain, and not to be gone on with by mistake."""
+    """Raise Conflict where no tensor of the tip is one of the model's by name, dtype and shape, or
+    one has another dtype or shape there: that is another model's chain, and not to be gone on with
+    by mistake."""
     tip = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    if tip and specs and not tip.items() & specs.items():
+    both = tip.keys() & specs.keys()
+    other = {name for name in both if tip[name] != specs[name]}
+    if other or (tip and specs and not both):
         raise Conflict(
-            "the bucket holds the chain of another model: no tensor is in both",
+            "the bucket holds the chain of another model",
             file=url,
-            expected=_example(specs),
-            found=_example(tip),
+            expected=_example(specs, other),
+            found=_example(tip, other),
             hint="publish into a new bucket, or give names= and dtype= as before",
         )
 
 
-def _example(specs: dict[str, tuple[str, tuple[int, ...]]]) -> str:
-    name = min(specs)
+def _example(specs: dict[str, tuple[str, tuple[int, ...]]], names: set[str]) -> str:
+    name = min(names or specs)
     dtype, shape = specs[name]
     return f"{len(specs)} tensors such as {name!r}, {dtype} {list(shape)}"

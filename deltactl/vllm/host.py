@@ -235,11 +235,12 @@ def _rebuild(
         )
     if not dest.exists() and model is not None and known is not None:
         names = _way_from(chain, known.state, step)
-        if names is not None:
-            deltas = open_links(bucket, names).deltas
-            with open_checkpoint(model) as base:
-                write_result(base, deltas, dest, in_place=False, expected=state)
-            return
+        with contextlib.suppress(Malformed, Conflict):  # then by the anchor, if there is one
+            if names is not None:
+                deltas = open_links(bucket, names).deltas
+                with open_checkpoint(model) as base:
+                    write_result(base, deltas, dest, in_place=False, expected=state)
+                return
     try:
         materialize(bucket, chain, dest, step=step)
     except (Conflict, Malformed):

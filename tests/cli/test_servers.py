@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from deltactl.cli import exits
 from deltactl.cli.manual import Manual
 from tests.cli.conftest import COMMAND, Checkpoints, Cli
 from tests.cli.test_help import VERBS
+from tests.support.checkpoints import flip_bit
 from tests.support.vllm_standin import StandIn
 
 Start = Callable[..., StandIn]
@@ -47,7 +49,7 @@ def test_apply_json(cli: Cli, bucket: Path, start: Start) -> None:
     assert (ran.code, ran.stderr) == (0, "")
     document = ran.json
     (row,) = document.pop("replicas")
-    assert document == {"step": 3, "state": server.live, "dry_run": False}
+    assert document == {"step": 3, "state": server.live, "newer": [], "dry_run": False}
     for key in ("seconds_staging", "seconds_paused"):
         assert row.pop(key) > 0
     assert row.pop("bytes_fetched") > 0
@@ -79,6 +81,23 @@ def test_apply_quiet(cli: Cli, bucket: Path, start: Start) -> None:
 def test_apply_to_the_tip(cli: Cli, bucket: Path, start: Start) -> None:
     server = start()
     assert cli("apply", bucket, "--server", server.url, "--json").json["step"] == 3
+
+
+def test_a_damaged_tip_is_told_and_takes_nobody_back(
+    cli: Cli, checkpoints: Checkpoints, start: Start, tmp_path: Path
+) -> None:
+    bucket, server = tmp_path / "chain", start()
+    for checkpoint in checkpoints.steps:
+        assert cli("push", checkpoint, bucket, "--anchor-every", 0).code == 0
+    assert cli("apply", f"{bucket}@3", "--server", server.url).code == 0
+    flip_bit(bucket / "deltas/step_000003.safetensors", 60)
+    ran = cli("apply", bucket, "--server", server.url)
+    assert ran.code == exits.CONFLICT
+    assert "newer steps cannot be rebuilt: 3" in ran.stderr
+    assert "newer step than the chain can give" in ran.stderr
+    assert cli("apply", f"{bucket}@2", "--server", server.url).code == 0
+    ran = cli("apply", bucket, "--server", server.url, "--json")
+    assert (ran.code, ran.json["newer"]) == (0, [3])
 
 
 def test_apply_a_delta(cli: Cli, delta: Path, start: Start) -> None:

@@ -13,6 +13,7 @@ from deltactl.server.apply import apply_delta_to_servers, apply_to_servers
 from deltactl.server.goal import ChainGoal
 from tests.server.conftest import QUICK, Start, Steps
 from tests.support.chains import first_state, make_chain, make_delta, next_state, states
+from tests.support.checkpoints import flip_bit
 from tests.support.trl_writer import write_chain
 
 
@@ -47,6 +48,23 @@ def test_the_anchor_where_it_is_less_to_fetch(tmp_path: Path) -> None:
     way = ChainGoal(chain, 11).way(1, chain.state_at(1), full=False)
     assert way.full is (way.nbytes < sum(chain.deltas[n].bytes for n in range(2, 12)))
     assert ChainGoal(chain, 12).way(10, chain.state_at(10), full=False).full is False
+
+
+def test_a_damaged_tip_takes_no_server_back_unless_the_step_is_named(tmp_path: Path) -> None:
+    bucket = make_chain(tmp_path, states(4))
+    state = read_chain(bucket).state_at(4)
+    flip_bit(Path(bucket.url) / "deltas/step_000004.safetensors", 60)
+    chain = read_chain(bucket)
+    tip = ChainGoal(chain, None)
+    assert (tip.step, tip.newer) == (3, (4,))
+    with pytest.raises(Conflict, match="newer step") as caught:
+        tip.way(4, state, full=False)
+    assert "@3" in str(caught.value.hint)
+    assert tip.way(2, chain.state_at(2), full=False).links == ("deltas/step_000003.safetensors",)
+    assert tip.way(4, state, full=True).full  # a repair
+    named = ChainGoal(chain, 3)
+    assert named.newer == ()
+    assert named.way(4, state, full=False).full
 
 
 def test_deltas_alone_where_the_anchor_is_gone(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -64,6 +65,35 @@ def test_an_answer_that_trickles_has_an_end() -> None:
         finally:
             ended.set()
             thread.join()
+
+
+def test_a_connection_is_not_used_again_after_a_refusal() -> None:
+    """vLLM's server may close it without a word, and the next request would be lost with it."""
+    ports = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            ports.append(self.client_address[1])
+            self.send_response(500 if self.path == "/fault" else 200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            """Keep it to itself."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        wire = Wire(f"http://127.0.0.1:{listener.server_address[1]}", 10)
+        wire.get("/good")
+        with pytest.raises(Refused):
+            wire.get("/fault")
+        wire.get("/good")
+        wire.close()
+        listener.shutdown()
+    assert ports[0] == ports[1] != ports[2]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import delta_name, read_chain
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, Unproven
+from deltactl.core.identity import state_of
 from deltactl.vllm import host
 from deltactl.vllm.host import checkpoint_at, open_links
 from tests.support.chains import AUX, content, make_chain, next_state, states
@@ -271,6 +272,16 @@ def test_it_is_built_on_the_models_own_directory(
     sizes = {item.name: item.size for item in remote.list()}
     assert fetched == {sizes[name] for name in deltas(3, 4)}
     assert content(model) == before
+
+
+def test_a_damaged_link_on_the_way_from_the_model_is_gone_round(
+    tmp_path: Path, cache: Path
+) -> None:
+    bucket = make_chain(tmp_path / "far", states(8), anchor_every=6)
+    flip_bit(Path(bucket.url) / "deltas/step_000004.safetensors", -1)
+    state = str(read_chain(bucket).state_at(7))
+    with checkpoint_at(bucket, 7, state, model=tmp_path / "far" / "step_1") as found:
+        assert state_of(found) == state
 
 
 @pytest.mark.parametrize("model", ["step_5", "none", "torn", "stranger"])
