@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,16 @@ ENVIRONMENT = {
 
 @contextmanager
 def loaded(
-    path: Path, *, ranks: int = 1, rank: int = 0, processed: bool = True, packed: bool = False
+    path: Path,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    processed: bool = True,
+    packed: bool | None = False,
 ) -> Iterator[Any]:
     """The model of a checkpoint, its weights loaded and, if ``processed``, made ready to compute:
     with every matrix of a linear layer packed away, if ``packed``, as on a processor with AVX-512.
+    None: as vLLM, or who patched it, has it.
     """
     os.environ.update(ENVIRONMENT)
     import torch
@@ -62,7 +68,7 @@ def loaded(
                 model = utils.initialize_model(vllm_config=config)
             get_model_loader(config.load_config).load_weights(model, config.model_config)
             if processed:
-                with _linears(_pack if packed else _leave):
+                with nullcontext() if packed is None else _linears(_pack if packed else _leave):
                     device = torch.device("cpu")
                     utils.process_weights_after_loading(model, config.model_config, device)
             yield model

@@ -90,9 +90,12 @@ def is_same_anyway(found: Mapping[str, Any], name: str) -> bool:
 @contextmanager
 def model_and_next(models: Path, kind: str) -> Iterator[tuple[Any, Any, Checkpoint]]:
     """A model on one checkpoint, what layers of a fresh one make of the other, and the other."""
-    with loaded(models / f"{kind}-1") as fresh:
+    with loaded(models / f"{kind}-1", packed=None) as fresh:
         expected = outputs(fresh)
-    with loaded(models / f"{kind}-0") as model, open_checkpoint(models / f"{kind}-1") as after:
+    with (
+        loaded(models / f"{kind}-0", packed=None) as model,
+        open_checkpoint(models / f"{kind}-1") as after,
+    ):
         before = outputs(model)
         assert same(before, expected) <= {n for n in before if is_same_anyway(before, n)}
         yield model, expected, after
