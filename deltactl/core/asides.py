@@ -30,6 +30,7 @@ OLD = "old"
 
 _LONGEST_STEM = 150  # bytes: a name has 255, and the rest of an aside's takes some
 _ATTEMPTS = 8
+_REMOVALS = 4
 
 
 def aside(path: Path, what: str) -> Path:
@@ -131,9 +132,15 @@ def _clear(name: Path, path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a directory with all it holds, as far as that goes."""
+    """Remove a file, a link, or a directory with all it holds, as far as that goes.
+
+    A directory more than once if need be: a thread that nobody waits for may put a last file there.
+    """
     with contextlib.suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        if not path.is_dir() or path.is_symlink():
             path.unlink()
+            return
+        for _ in range(_REMOVALS):
+            shutil.rmtree(path, ignore_errors=True)
+            if not path.exists():
+                return

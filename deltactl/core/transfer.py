@@ -111,14 +111,24 @@ class _Object:
 
     def begin(self) -> None:
         with self._faults():
-            for path in (self._wanted.target, self._wanted.partial):
-                path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._make_room():
+                return
             if self._wanted.target.exists() and self._is_whole():
                 return
             if self._run.bucket.part_bytes is None:
                 self._fetch()
             else:
                 self._begin_parts(self._run.bucket.part_bytes)
+
+    def _make_room(self) -> bool:
+        """Make the directories; False where nobody wants the object any more: what was removed
+        with the rest must not come back."""
+        with self._lock:
+            if self._over:
+                return False
+            for path in (self._wanted.target, self._wanted.partial):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            return True
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
@@ -173,6 +183,8 @@ class _Object:
         wanted = self._wanted
         flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if self._fresh else 0)
         with self._lock:
+            if self._over:
+                return
             self._file = os.open(wanted.partial, flags, 0o666)
             self._journal = os.open(wanted.journal, flags | os.O_APPEND, 0o666)
             gaps = self._look()
@@ -277,11 +289,14 @@ class _Object:
     def _settle(self, path: Path) -> None:
         """Give the object its name, or deal with its faults."""
         faults = self._checker.faults
-        if faults:
-            path.unlink()
-        else:
-            os.rename(path, self._wanted.target)
-        self._wanted.journal.unlink(missing_ok=True)
+        with self._lock:
+            if self._over:
+                return
+            if faults:
+                path.unlink()
+            else:
+                os.rename(path, self._wanted.target)
+            self._wanted.journal.unlink(missing_ok=True)
         if faults and not self._resumed and not self._run.gather:
             raise faults[0]
         self.close()

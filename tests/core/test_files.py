@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -319,3 +320,20 @@ def test_all_is_written_at_its_place_however_little_the_system_takes_at_once(
         write_at(file.fileno(), b"begin", 0)
     assert (tmp_path / "file").read_bytes() == b"begin" + data
     assert max(sizes) < 1 << 21, "Linux takes huge pages for as much at once"
+
+
+def test_a_directory_is_removed_though_a_thread_puts_a_last_file_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "place").mkdir()
+    remove_tree, late = asides.shutil.rmtree, [tmp_path / "place" / "last"]
+
+    def rmtree(path: Path, **options: Any) -> None:
+        if late:
+            late.pop().write_bytes(b"")
+            return  # as it ends where the directory is not empty any more
+        remove_tree(path, **options)
+
+    monkeypatch.setattr(asides.shutil, "rmtree", rmtree)
+    asides.remove(tmp_path / "place")
+    assert names(tmp_path) == []

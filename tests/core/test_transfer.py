@@ -660,3 +660,48 @@ def test_a_destination_that_cannot_be_exchanged_is_told_before_anything_is_fetch
     with pytest.raises(UsageError, match="working directory"):
         pull_module.materialize(parts, chain, dest)
     assert (parts.reads, parts.fetches) == ([], [])
+
+
+@pytest.mark.parametrize("method", ["begin", "_settle"])
+def test_a_thread_that_comes_late_brings_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """It was under way when another object failed, and goes on once all has been removed."""
+    monkeypatch.setattr("deltactl.core.crew._GRACE", 0)
+    arrived, removed, over = threading.Event(), threading.Event(), threading.Event()
+    act = getattr(transfer_module._Object, method)
+
+    def late(self: Any, *arguments: Any) -> None:
+        if self._wanted.name != "late":
+            act(self, *arguments)
+            return
+        arrived.set()
+        assert removed.wait(60)
+        try:
+            act(self, *arguments)
+        finally:
+            over.set()
+
+    def fails(name: str, start: int, data: bytes) -> bytes:
+        if name == "fails":
+            assert arrived.wait(60)
+            raise Transient("gone")
+        return data
+
+    monkeypatch.setattr(transfer_module._Object, method, late)
+    (tmp_path / "bucket").mkdir()
+    for name in ("late", "fails"):
+        (tmp_path / "bucket" / name).write_bytes(b"x" * 50)
+    bucket, place = RemoteBucket(tmp_path / "bucket", PART), tmp_path / "place"
+    bucket.faults = [fails]
+    wanted = [
+        Wanted(name, 50, place / name, place / f"{name}.partial", Unchecked)
+        for name in ("late", "fails")
+    ]
+    with pytest.raises(Transient, match="gone"):
+        transfer_module.transfer(bucket, wanted, Meter(silent, "", 0), transfer_module.Tally())
+    if place.exists():
+        shutil.rmtree(place)
+    removed.set()
+    assert over.wait(60)
+    assert not place.exists()
