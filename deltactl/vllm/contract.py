@@ -75,12 +75,8 @@ class Staged(Protocol):
         """Whether the live bits are the old ones."""
         ...
 
-    def write(self) -> None:
-        """Make the live bits the new ones."""
-        ...
-
-    def verify(self) -> bool:
-        """Whether the live bits are the new ones."""
+    def write(self) -> bool:
+        """Make the live bits the new ones; whether they read back as those."""
         ...
 
     def roll_back(self) -> bool:

@@ -26,11 +26,13 @@ from deltactl.vllm.regions import Positions, Region, pieces
 from deltactl.vllm.weight_map import Storage, WeightMap
 
 Bits = npt.NDArray[Any]
+Rows = npt.NDArray[np.int64]
 T = TypeVar("T")
 R = TypeVar("R")
 
 _THREADS_MAX = 16  # more wait for the same memory
 _LEAST = 1 << 14  # elements that are worth a thread
+_CACHED = 1 << 12  # elements whose cache lines, of 64 bytes each, a processor's own cache holds
 _PIECE = 1 << 22  # elements that torch sums at a time: each takes about 50 bytes meanwhile
 _INT32_MAX = (1 << 31) - 1
 
@@ -113,6 +115,7 @@ class Patches:
             self._old = _shares(rows)
             rows = [_row(patch.storage, patch.positions, patch.new) for patch in self._patches]
             self._new = _shares(rows)
+            self._new_blocks = [_cut(share.tolist(), _CACHED) for share in self._new]
 
     @property
     def elements(self) -> int:
@@ -136,12 +139,12 @@ class Patches:
             return all(_on_all_cores(_kernel().holds, self._new))
         return self._hold([patch.new for patch in self._patches])
 
-    def write_new(self) -> None:
-        """Write the new bits."""
+    def write_new(self) -> bool:
+        """Write the new bits and read them back; whether they are there."""
         if self._native:
-            _on_all_cores(_kernel().put, self._new)
-        else:
-            self._put([patch.new for patch in self._patches])
+            return all(_on_all_cores(_put_and_read_back, self._new_blocks))
+        self._put([patch.new for patch in self._patches])
+        return self.is_new()
 
     def write_old(self) -> None:
         """Write the old bits back."""
@@ -328,22 +331,37 @@ def _row(storage: Storage, positions: Tensor, values: Tensor) -> list[int]:
     ]
 
 
-def _shares(rows: Sequence[list[int]]) -> list[npt.NDArray[np.int64]]:
+def _shares(rows: Sequence[list[int]]) -> list[Rows]:
     """Rows of the kernel dealt out to threads, cut so that each gets as many positions."""
     total = sum(row[3] for row in rows)
-    share = max(_LEAST, -(-total // _threads()))
+    return _cut(rows, max(_LEAST, -(-total // _threads())))
+
+
+def _cut(rows: Iterable[list[int]], size: int) -> list[Rows]:
+    """Rows of the kernel in lots of ``size`` positions."""
     found: list[list[list[int]]] = [[]]
-    left = share
+    left = size
     for elements, positions, values, count, width, step in rows:
         while count:
             if not left:
                 found.append([])
-                left = share
+                left = size
             n = min(count, left)
             found[-1].append([elements, positions, values, n, width, step])
             positions, values = positions + n * step, values + n * width
             count, left = count - n, left - n
-    return [np.array(share, np.int64).reshape(-1, 6) for share in found]
+    return [np.array(lot, np.int64).reshape(-1, 6) for lot in found]
+
+
+def _put_and_read_back(blocks: Sequence[Rows]) -> bool:
+    """Block by block, while its lines are in the cache: to fetch them once more takes as long as
+    to write them."""
+    kernel = _kernel()
+    for block in blocks:
+        kernel.put(block)
+        if not kernel.holds(block):
+            return False
+    return True
 
 
 @cache

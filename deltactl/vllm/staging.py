@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deltactl.core.bits import Bits, elements
+from deltactl.core.bits import Bits, Positions, elements
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
 from deltactl.core.encoding import encoding_named
-from deltactl.core.errors import Conflict
+from deltactl.core.errors import Conflict, Unsupported
 from deltactl.core.header import utf8
 from deltactl.core.parallel import map_largest_first
 from deltactl.vllm import live
@@ -69,15 +69,17 @@ class Staged:
         stand = self._sources_stand() and self.patches.is_old()
         return stand and all(stretch.is_old() for stretch in self.stretches)
 
-    def write(self) -> None:
-        """Write the new bits; after a failure in the middle ``roll_back`` puts the old ones back,
-        whatever has been written."""
-        self.patches.write_new()
+    def write(self) -> bool:
+        """Write the new bits; whether they read back, exactly. If not, or after a failure in the
+        middle, ``roll_back`` puts the old ones back, whatever has been written."""
+        good = self.patches.write_new()
         for stretch in self.stretches:
             stretch.write_new()
+        # Again where there are stretches: one may lie where another tensor's elements do.
+        return good and (not self.stretches or self.verify())
 
     def verify(self) -> bool:
-        """Read back: whether the live bits are the new ones, exactly."""
+        """Whether the live bits are the new ones, exactly."""
         good = self.patches.is_new() and all(stretch.is_new() for stretch in self.stretches)
         return good and self._sources_stand()
 
@@ -244,9 +246,10 @@ def _patches(storages: Sequence[Storage], found: Iterable[StagedTensor]) -> live
         positions = np.concatenate([part.positions for part in parts])
         old = np.concatenate([part.old for part in parts])
         new = np.concatenate([part.new for part in parts])
-        if np.any(positions[1:] < positions[:-1]):
+        if np.any(positions[1:] <= positions[:-1]):
             order = np.argsort(positions)
             positions, old, new = positions[order], old[order], new[order]
+            _check_shared(storage, positions, new)
         patches.append(
             live.Patch(
                 storage,
@@ -256,3 +259,15 @@ def _patches(storages: Sequence[Storage], found: Iterable[StagedTensor]) -> live
             )
         )
     return live.Patches(patches)
+
+
+def _check_shared(storage: Storage, positions: Positions, new: Bits) -> None:
+    """Raise Unsupported where two tensors that lie in the same elements become different."""
+    differ = (positions[1:] == positions[:-1]) & (new[1:] != new[:-1])
+    if differ.any():
+        raise Unsupported(
+            "two tensors of the checkpoint share their elements in the model that is served, and "
+            "the step gives them different bits",
+            found=f"element {int(positions[1:][differ][0])} of {storage.name}",
+            hint="pull the step, and start the server anew on it",
+        )

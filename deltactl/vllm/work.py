@@ -13,7 +13,7 @@ import numpy as np
 
 from deltactl.bucket import open_bucket
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.errors import Conflict, DeltactlError, Unsupported
+from deltactl.core.errors import Conflict, Unsupported
 from deltactl.core.store import Bucket
 from deltactl.vllm import host, live, staging
 from deltactl.vllm.contract import Identity, Values
@@ -270,17 +270,14 @@ class Prepared:
         """See contract.Staged."""
         return self.staged.check()
 
-    def write(self) -> None:
+    def write(self) -> bool:
         """See contract.Staged."""
-        self.staged.write()
-        if self.reload is not None:
-            if not self.staged.verify():
-                raise DeltactlError("what was written did not read back")
-            self.reloading = True
-            self.reload()
-
-    def verify(self) -> bool:
-        """See contract.Staged."""
+        if not self.staged.write():
+            return False
+        if self.reload is None:
+            return True
+        self.reloading = True
+        self.reload()
         return self.staged.verify()
 
     def roll_back(self) -> bool:

@@ -44,18 +44,19 @@ class DebugExtension(WorkerExtension):
 
     def test_break(self, points: list[str], rank: int) -> None:
         """Of the update that is staged the parts named fail on that rank: "write" half-way,
-        "verify" and "check" say no, "roll_back" does nothing and says so."""
+        "read back" and "check" say no, "roll_back" does nothing and says so."""
         if self.rank != rank:
             return
         prepared = self.weight_transfer_engine.serving._update.staged
-        broken: Mapping[str, Callable[[], bool]] = {
-            "write": lambda: _write_half(prepared),
-            "verify": lambda: False,
-            "check": lambda: False,
-            "roll_back": lambda: False,
+        write = prepared.write
+        broken: Mapping[str, tuple[str, Callable[[], bool]]] = {
+            "write": ("write", lambda: _write_half(prepared)),
+            "read back": ("write", lambda: write() and False),
+            "check": ("check", lambda: False),
+            "roll_back": ("roll_back", lambda: False),
         }
         for point in points:
-            setattr(prepared, point, broken[point])
+            setattr(prepared, *broken[point])
 
     def test_flip(self, rank: int, staged: bool) -> None:
         """Flip the lowest bit of a live element on that rank: one that the staged update changes,

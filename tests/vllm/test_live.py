@@ -98,10 +98,11 @@ def test_patches_over_many_storages(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 1 << 20))
     sizes = data.draw(st.lists(st.tuples(st.sampled_from(list(DTYPES)), st.integers(1, 300))))
     share, threads = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 4))
-    wide = data.draw(st.booleans())
+    block, wide = data.draw(st.integers(1, 50)), data.draw(st.booleans())
     for by_kernel in ways:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live, "_LEAST", share)
+            patch.setattr(live, "_CACHED", block)
             patch.setattr(live, "_threads", lambda: threads)
             if not by_kernel:
                 patch.setattr(native, "KERNEL", None)
@@ -124,13 +125,35 @@ def _write_and_take_back(held: list[Storage], seed: int, wide: bool) -> None:
     assert made.elements == sum(len(patch.positions) for patch in patches)
     assert made.is_old()
     assert made.is_new() is not some_change
-    made.write_new()
+    assert made.write_new()
     assert all(map(np.array_equal, map(bits, held), after))
     assert made.is_new()
     assert made.is_old() is not some_change
     made.write_old()
     assert all(map(np.array_equal, map(bits, held), before))
     assert made.is_old()
+
+
+@pytest.mark.parametrize("lost", range(5))
+def test_a_write_that_is_lost_is_told(lost: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the elements keeps its old bits."""
+    held = storage(2, 20)
+    at = live.positions_in(held, np.arange(0, 20, 4))
+    old = live.gather(held, at)
+    monkeypatch.setattr(live, "_CACHED", 2)
+    patches = Patches([Patch(held, at, old, ~old)])
+
+    def without(write: Callable[..., Any]) -> Callable[..., Any]:
+        def partly(*arguments: Any) -> Any:
+            result = write(*arguments)
+            held.bits[4 * lost] = old[lost]
+            return result
+
+        return partly
+
+    monkeypatch.setattr(native.Kernel, "put", without(native.Kernel.put))
+    monkeypatch.setattr(Patches, "_put", without(Patches._put))
+    assert not patches.write_new()
 
 
 def test_what_is_held_for_patches_is_counted(way: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -124,8 +125,7 @@ def test_what_links_lead_to_is_live_exactly_and_taken_back_exactly(
     assert judged(found) == "ready"
     for one in found:
         assert one.check()
-        one.write()
-        assert one.verify()
+        assert one.write()
     assert hold(ranks, states[-1])
     for one in found:
         assert one.roll_back()
@@ -159,8 +159,7 @@ def test_tensors_carried_whole_between_sparse_ones(tmp_path: Path) -> None:
             assert judged(found) == "ready"
             for one in found:
                 assert one.check()
-                one.write()
-                assert one.verify()
+                assert one.write()
             assert hold(ranks, states[last])
             assert all(one.roll_back() for one in found)
             assert hold(ranks, states[first])
@@ -200,8 +199,7 @@ def test_no_links_and_links_without_changes(tmp_path: Path) -> None:
         assert (found.elements, found.nbytes) == (0, 0)
         assert judged([found]) == "ready"
         assert found.check()
-        found.write()
-        assert found.verify()
+        assert found.write()
         assert found.roll_back()
         assert rank.holds(before)
 
@@ -439,6 +437,42 @@ def test_tensors_out_of_the_map_are_listed_if_they_change(tmp_path: Path) -> Non
     assert rank.holds({**before, **kept})
 
 
+def test_tensors_that_share_elements_may_not_become_different(tmp_path: Path) -> None:
+    """As an embedding and an output layer in one parameter: both are mapped to it."""
+    before = tensors_of("BF16")
+    before["norm.twin"] = before["norm.weight"]
+    (rank,) = make_ranks(before)
+    (shared,) = rank.map.tensors["norm.weight"].regions
+    twin = replace(rank.map.tensors["norm.twin"], regions=(shared,))
+    rank.map.tensors["norm.twin"] = twin
+
+    def next_to(name: str, norm: Spec, twin: Spec) -> Staged:
+        after = {**before, "norm.weight": norm, "norm.twin": twin}
+        found = staged(rank, links(tmp_path / name, [before, after]))
+        assert judged([found]) == "ready"
+        assert found.check()
+        return found
+
+    def flipped(start: int, bit: int) -> Spec:
+        raw = bytearray(before["norm.weight"][2])
+        for element in range(start, start + 3):
+            raw[2 * element] ^= bit
+        return "BF16", (48,), bytes(raw)
+
+    sparse, other = flipped(10, 1), flipped(12, 2)
+    whole = random_tensor("BF16", (48,), 3)
+    for number, alike in enumerate((sparse, whole)):
+        found = next_to(f"alike {number}", alike, alike)
+        assert found.write()
+        assert found.roll_back()
+    with pytest.raises(Unsupported, match="share their elements"):
+        next_to("apart", sparse, other)
+    found = next_to("apart as a whole", sparse, whole)
+    assert not found.write()
+    assert found.roll_back()
+    assert rank.holds(before)
+
+
 # In the pause.
 
 
@@ -530,8 +564,7 @@ def test_a_fault_at_every_write_is_taken_back(
         assert not found.verify()
         assert found.roll_back()
         assert rank.holds(states[0])
-    found.write()
-    assert found.verify()
+    assert found.write()
     assert rank.holds(states[-1])
 
 
@@ -563,8 +596,7 @@ def test_a_repair_trusts_nothing(live_share: float, world: int, tmp_path: Path) 
             found = full(rank, checkpoint)
             assert found.full
             assert found.check()
-            found.write()
-            assert found.verify()
+            assert found.write()
             assert rank.holds(wanted)
             again = full(rank, checkpoint)
             assert (again.elements, again.nbytes) == (0, 0)
@@ -614,8 +646,7 @@ def test_a_repair_after_a_fault_in_the_middle(
                 found.write()
         assert not found.verify()
         again = full(rank, checkpoint)
-        again.write()
-        assert again.verify()
+        assert again.write()
     assert rank.holds(wanted)
 
 
@@ -631,8 +662,7 @@ def test_a_repair_from_files_that_are_written_to_meanwhile(tmp_path: Path) -> No
         (tmp_path / "aside").rename(path)
         flip_bit(path, path.stat().st_size - 1)
         assert not found.check()
-        found.write()
-        assert not found.verify()
+        assert not found.write()
 
 
 def test_a_repair_with_another_models_step(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_an_audit_finds_a_single_bit_that_no_update_touched(
 # Half-way.
 
 
-@pytest.mark.parametrize("point", ["write", "verify"])
+@pytest.mark.parametrize("point", ["write", "read back"])
 def test_a_failure_half_way_on_one_rank_is_taken_back_on_all(
     vllm_client: Client, vllm_first: Recorded, vllm_setup: Setup, point: str
 ) -> None:
