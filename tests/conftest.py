@@ -1,6 +1,8 @@
 """Fixtures that every test may ask for, and what keeps tests to themselves."""
 
+import faulthandler
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -37,6 +39,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported, so befo
 def pytest_configure(config: pytest.Config) -> None:
     if collect_ignore and os.environ.get(REQUIRED):
         raise pytest.UsageError(f"{REQUIRED} is set, and vLLM is not installed")
+
+
+_PATIENCE = 60.0  # seconds
+
+
+def pytest_unconfigure() -> None:
+    """A thread that a test has left running must not keep the process for ever: it is told where
+    it stands, and the run has failed."""
+    faulthandler.dump_traceback_later(_PATIENCE, exit=True, file=sys.__stderr__)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -13,7 +13,7 @@ from deltactl.loop.environment import Environment
 @pytest.fixture
 def environment() -> Iterator[Environment]:
     with Environment(idle=2.0) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server
         server.shutdown()

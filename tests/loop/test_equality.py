@@ -63,7 +63,7 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
     says: dict[str, Any] = {}
     handler = type("Handler", (Told,), {"says": says})
     with HTTPServer(("127.0.0.1", 0), handler) as told:
-        thread = threading.Thread(target=told.serve_forever, args=(0.01,))
+        thread = threading.Thread(target=told.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{told.server_port}", says
         told.shutdown()

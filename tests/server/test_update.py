@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,10 @@ def test_a_request_fails(row: Any, way: Any, start: Start, steps: Steps) -> None
         assert report.error is None  # once is no reason to give up
     if times is None and row in PREFLIGHT:
         assert (report.error is None, server.live) == (False, steps.states[1])
-    if server.dead:
-        server = server.again()
-    server.mend()
-    assert apply(steps, 3, server).error is None
-    assert_serves(server, steps, 3)
+    with server.again() if server.dead else nullcontext(server) as alive:
+        alive.mend()
+        assert apply(steps, 3, alive).error is None
+        assert_serves(alive, steps, 3)
 
 
 @pytest.fixture(scope="module")

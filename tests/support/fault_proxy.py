@@ -165,7 +165,7 @@ class FaultProxy:
         self._server = _Server(("127.0.0.1", 0), Exchange)
         self._server.proxy = self
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
 
     @property

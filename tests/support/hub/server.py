@@ -48,7 +48,9 @@ class HubStandIn:
         self._released = threading.Event()
         handler = type("BoundHandler", (_Handler,), {"hub": self})
         self._server = _Server(("127.0.0.1", 0), handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self._thread.start()
 
     @property

@@ -34,7 +34,9 @@ class StandIn:
         self._released = threading.Event()
         handler = type("BoundHandler", (_Handler,), {"standin": self})
         self._server = _Server(("127.0.0.1", port), handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.01,), daemon=True
+        )
         self._thread.start()
 
     @property
