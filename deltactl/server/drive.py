@@ -345,5 +345,7 @@ def _sign(seen: Seen) -> object:
     update = seen.update
     if update is None:
         return (seen.engine.identity,)
-    staged = (update.fetched_bytes, update.elements, sorted((update.seconds or {}).items()))
-    return (seen.engine.identity, seen.paused, seen.engine.session, update.id, update.phase, staged)
+    done = (update.fetched_bytes, update.worked_bytes, update.elements)
+    times = sorted((update.seconds or {}).items())
+    engine = seen.engine
+    return (engine.identity, seen.paused, engine.session, update.id, update.phase, done, times)

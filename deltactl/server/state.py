@@ -24,7 +24,7 @@ class Update:
 
     ``written``: whether any rank has written it; ``elements``: to write, or written; ``seconds``:
     of the slowest rank, by part; ``error``: of the first rank that has one; ``staged_bytes``: what
-    it takes in memory.
+    it takes in memory; ``worked_bytes``: of all work, which rise while it gets on.
     """
 
     id: str
@@ -36,6 +36,7 @@ class Update:
     elements: int = 0
     staged_bytes: int = 0
     fetched_bytes: int = 0
+    worked_bytes: int = 0
     seconds: Mapping[str, float] | None = None
     reloaded: tuple[str, ...] = ()
     error: DeltactlError | None = None
@@ -203,6 +204,7 @@ def _update(ranks: Sequence[Mapping[str, Any]], url: str) -> tuple[Update | None
         elements=sum(_integer(row.get("elements")) or 0 for row in rows),
         staged_bytes=sum(_integer(row.get("bytes")) or 0 for row in rows),
         fetched_bytes=max(_integer(row.get("fetched_bytes")) or 0 for row in rows),
+        worked_bytes=sum(_integer(row.get("worked_bytes")) or 0 for row in rows),
         seconds={part: max(_number(timing.get(part)) for timing in timings) for part in parts},
         reloaded=tuple(sorted({str(name) for row in rows for name in _list(row, "reloaded")})),
         error=error or (None if whole else _unlike(url)),

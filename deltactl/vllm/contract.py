@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,10 @@ import numpy.typing as npt
 
 Values = npt.NDArray[np.int64]
 """To be added over ranks element by element, modulo 2^64."""
+
+Tell = Callable[[int, int], None]
+"""Called while an update is staged, from any thread: bytes fetched so far, and bytes of all work,
+which rise for as long as it gets on."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,7 @@ class Work(Protocol):
         """``map`` of the state: ``tensors`` (how many), ``unmapped`` and ``ignored``."""
         ...
 
-    def stage(self, request: Mapping[str, Any]) -> Staged:
+    def stage(self, request: Mapping[str, Any], tell: Tell) -> Staged:
         """Fetch, prove, decode and lay out."""
         ...
 

@@ -27,7 +27,7 @@ from deltactl.core.fetching import fetched
 from deltactl.core.files import atomic_file
 from deltactl.core.header import HEADER_DIGEST
 from deltactl.core.parallel import Meter
-from deltactl.core.progress import silent
+from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import materialize
 from deltactl.core.store import Bucket
 from deltactl.core.stream_check import identity
@@ -49,8 +49,9 @@ class FetchedLinks:
     fetched_bytes: int = 0
 
 
-def open_links(bucket: Bucket, names: Sequence[str]) -> FetchedLinks:
-    """The deltas whose objects these are, in that order, every byte of them checked.
+def open_links(bucket: Bucket, names: Sequence[str], progress: Progress = silent) -> FetchedLinks:
+    """The deltas whose objects these are, in that order, every byte of them checked. ``progress``:
+    told of what is fetched.
 
     Raises NotFound, Malformed, Unproven for links without digests, and what the bucket raises.
     """
@@ -59,13 +60,13 @@ def open_links(bucket: Bucket, names: Sequence[str]) -> FetchedLinks:
     for link in links:
         _need_delta(link)
     away = [link for link in links if bucket.path(link.name) is None]
-    places = _fetch(bucket, away, found) if away else {}
+    places = _fetch(bucket, away, found, progress) if away else {}
     for link in links:
         place = bucket.path(link.name)
         if place is not None:
             found.deltas.append(_open(link, place))
         else:
-            found.deltas.append(_open_kept(bucket, link, places[link.name], found))
+            found.deltas.append(_open_kept(bucket, link, places[link.name], found, progress))
     return found
 
 
@@ -93,15 +94,19 @@ def _open(link: Link, place: Path) -> Delta:
     return delta
 
 
-def _open_kept(bucket: Bucket, link: Link, place: Path, found: FetchedLinks) -> Delta:
+def _open_kept(
+    bucket: Bucket, link: Link, place: Path, found: FetchedLinks, progress: Progress
+) -> Delta:
     """Open what was fetched, by whomever; once more where it is gone or torn meanwhile."""
     with contextlib.suppress(DeltactlError):
         return _open(link, place)
     remove(place)
-    return _open(link, _fetch(bucket, [link], found)[link.name])
+    return _open(link, _fetch(bucket, [link], found, progress)[link.name])
 
 
-def _fetch(bucket: Bucket, links: Sequence[Link], found: FetchedLinks) -> dict[str, Path]:
+def _fetch(
+    bucket: Bucket, links: Sequence[Link], found: FetchedLinks, progress: Progress
+) -> dict[str, Path]:
     """Where each link lies in the cache, those fetched that were not there.
 
     One directory for all buckets, as a link's name there is its digest; a lock for each, so that
@@ -114,7 +119,8 @@ def _fetch(bucket: Bucket, links: Sequence[Link], found: FetchedLinks) -> dict[s
         missing = [link for link in links if not _has_size(places[link.name], link.bytes)]
         if missing:
             _make_room(shelf, set(places.values()), sum(link.bytes for link in links))
-            with fetched(bucket, missing, lock / "link", Meter(silent, "", 0), keep=True) as new:
+            meter = Meter(progress, "fetching", sum(link.bytes for link in missing))
+            with fetched(bucket, missing, lock / "link", meter, keep=True) as new:
                 for link in missing:
                     if link.directory is not None:
                         remove(places[link.name])  # it would not give way to another
@@ -175,9 +181,15 @@ def _cache_errors() -> Iterator[None]:
 
 
 def checkpoint_at(
-    bucket: Bucket, step: int, state: str, *, model: Path | None = None
+    bucket: Bucket,
+    step: int,
+    state: str,
+    *,
+    model: Path | None = None,
+    progress: Progress = silent,
 ) -> Checkpoint:
-    """A step's checkpoint, mapped; its state was proven when it was written.
+    """A step's checkpoint, mapped; its state was proven when it was written. ``progress``: told of
+    what is fetched, and of what is written.
 
     ``model``: the directory that the server started on: used where it is that state, and built on
     where it is an earlier step that the chain leads on from. Raises Conflict where the chain has
@@ -191,7 +203,7 @@ def checkpoint_at(
         if not _is_proven(place, dest, state):
             (place / _PROVEN).unlink(missing_ok=True)
             forget_others(place, [_PROVEN, "model"], _OTHERS_KEPT)
-            _rebuild(bucket, dest, step, state, model, known)
+            _rebuild(bucket, dest, step, state, model, known, progress)
             with open_checkpoint(dest) as written:
                 proven = {"state": state, "files": file_times(written)}
             with atomic_file(place / _PROVEN) as file:
@@ -220,7 +232,13 @@ def _is_proven(place: Path, dest: Path, state: str) -> bool:
 
 
 def _rebuild(
-    bucket: Bucket, dest: Path, step: int, state: str, model: Path | None, known: Identity | None
+    bucket: Bucket,
+    dest: Path,
+    step: int,
+    state: str,
+    model: Path | None,
+    known: Identity | None,
+    progress: Progress,
 ) -> None:
     """Write the step into ``dest``, from the nearest that is at hand."""
     chain = read_chain(bucket)
@@ -237,17 +255,19 @@ def _rebuild(
         names = _way_from(chain, known.state, step)
         with contextlib.suppress(Malformed, Conflict):  # then by the anchor, if there is one
             if names is not None:
-                deltas = open_links(bucket, names).deltas
+                deltas = open_links(bucket, names, progress).deltas
                 with open_checkpoint(model) as base:
-                    write_result(base, deltas, dest, in_place=False, expected=state)
+                    write_result(
+                        base, deltas, dest, in_place=False, expected=state, progress=progress
+                    )
                 return
     try:
-        materialize(bucket, chain, dest, step=step)
+        materialize(bucket, chain, dest, step=step, progress=progress)
     except (Conflict, Malformed):
         if not dest.exists():
             raise
         remove(dest)  # left by a chain that is no more, or torn: it says nothing of this one
-        materialize(bucket, chain, dest, step=step)
+        materialize(bucket, chain, dest, step=step, progress=progress)
 
 
 def _way_from(chain: Chain, state: str, step: int) -> list[str] | None:

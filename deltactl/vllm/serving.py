@@ -93,8 +93,13 @@ class Serving(Served):
 
     def _stage(self, update: Update) -> None:
         """In its thread: stage, and keep the result if the update is still wanted."""
+
+        def tell(fetched: int, worked: int) -> None:
+            with self._lock:
+                update.told |= {"fetched_bytes": fetched, "worked_bytes": worked}
+
         try:
-            staged = self._work.stage(update.request)
+            staged = self._work.stage(update.request, tell)
         except Exception as raised:
             with self._lock:
                 if update.phase == "staging":

@@ -42,7 +42,7 @@ class Update:
     def keep(self, staged: Staged) -> None:
         """Note what the state tells of a staged update, also after it is gone."""
         self.staged = staged
-        self.told = {
+        self.told |= {
             "elements": staged.elements,
             "bytes": staged.nbytes,
             "fetched_bytes": staged.fetched_bytes,
@@ -53,7 +53,7 @@ class Update:
 
     def as_json(self) -> dict[str, Any]:
         """``update`` of the state."""
-        empty = {"elements": 0, "bytes": 0, "fetched_bytes": 0}
+        empty = {"elements": 0, "bytes": 0, "fetched_bytes": 0, "worked_bytes": 0}
         lists: dict[str, Any] = {"seconds": {}, "reloaded": [], "ignored": []}
         steps = {key: self.request.get(key) for key in ("from_step", "to_step")}
         told = {**empty, **lists, **self.told}

@@ -16,7 +16,7 @@ from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.errors import Conflict, Unsupported
 from deltactl.core.store import Bucket
 from deltactl.vllm import host, live, staging
-from deltactl.vllm.contract import Identity, Values
+from deltactl.vllm.contract import Identity, Tell, Values
 from deltactl.vllm.identity import file_times
 from deltactl.vllm.ownership import owners
 from deltactl.vllm.weight_map import TensorSpec, WeightMap, record
@@ -115,28 +115,30 @@ class ModelWork:
             "ignored": sorted(self.map.ignored),
         }
 
-    def stage(self, request: Mapping[str, Any]) -> Prepared:
+    def stage(self, request: Mapping[str, Any], tell: Tell) -> Prepared:
         """See Work."""
-        bucket = open_bucket(request["bucket"])
-        found = self._stage_full(bucket, request) if request["full"] else self._run(bucket, request)
+        bucket, told = open_bucket(request["bucket"]), Told(tell)
+        stage = self._stage_full if request["full"] else self._run
+        found = stage(bucket, request, told)
         if found.reloaded:
             if self._reload is None:
                 what = "the update changes tensors that cannot be written in place"
                 raise Unsupported(what, found=", ".join(found.reloaded))
             start = time.perf_counter()
-            checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
+            checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"], told)
             found.reload = partial(self._reload, found.reloaded, checkpoint)
             found.seconds["fetch"] += time.perf_counter() - start
+        found.fetched_bytes = told.fetched
         return found
 
     def took_over(self, staged: Prepared) -> None:
         """See Work."""
         self._digests = staged.digests
 
-    def _run(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
+    def _run(self, bucket: Bucket, request: Mapping[str, Any], told: Told) -> Prepared:
         """A run of links."""
         start = time.perf_counter()
-        links = host.open_links(bucket, request["links"])
+        links = host.open_links(bucket, request["links"], told)
         digests = dict(self._digests)
         for delta in links.deltas:
             digests |= {name: str(row.digest) for name, row in delta.records.items()}
@@ -144,16 +146,16 @@ class ModelWork:
         base = None
         if staging.needs_base(links.deltas):
             step = request["from_step"] or links.deltas[0].header.base_step or 0
-            base = self._checkpoint(bucket, step, request["from_state"])
+            base = self._checkpoint(bucket, step, request["from_state"], told)
         fetched = time.perf_counter()
         staged = staging.stage(self.map, links.deltas, base=base, **_ends(request))
         seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
-        return Prepared(staged, digests, links.fetched_bytes, seconds)
+        return Prepared(staged, digests, seconds)
 
-    def _stage_full(self, bucket: Bucket, request: Mapping[str, Any]) -> Prepared:
+    def _stage_full(self, bucket: Bucket, request: Mapping[str, Any], told: Told) -> Prepared:
         """Every tensor of a step, whatever is live."""
         start = time.perf_counter()
-        checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"])
+        checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"], told)
         fetched = time.perf_counter()
         tensors = host.identify(checkpoint.path).tensors
         digests = {name: tensor.digest for name, tensor in tensors.items()}
@@ -168,7 +170,7 @@ class ModelWork:
         )
         sums = {name: tensor.touch_sum for name, tensor in tensors.items()}
         seconds = {"fetch": fetched - start, "stage": time.perf_counter() - fetched}
-        return Prepared(staged, digests, 0, seconds, sums)
+        return Prepared(staged, digests, seconds, sums)
 
     def _expect(self, request: Mapping[str, Any], digests: Digests) -> None:
         """Raise Unsupported where the running model cannot become what a server that is started on
@@ -190,8 +192,8 @@ class ModelWork:
             hint="pull the step, and start the server anew on it",
         )
 
-    def _checkpoint(self, bucket: Bucket, step: int, state: str) -> Checkpoint:
-        return host.checkpoint_at(bucket, step, state, model=self.directory)
+    def _checkpoint(self, bucket: Bucket, step: int, state: str, told: Told) -> Checkpoint:
+        return host.checkpoint_at(bucket, step, state, model=self.directory, progress=told)
 
 
 def _tied(weight_map: WeightMap, identity: host.Identity) -> dict[str, str]:
@@ -215,6 +217,23 @@ def _ends(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"update_id": request["id"], **{key: request[key] for key in keys}}
 
 
+class Told:
+    """A Progress of all parts of one staging, each of which counts from zero; ``fetched``: bytes
+    that have come."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self.fetched, self._worked = tell, 0, 0
+        self._part: tuple[str, int] = ("", 0)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        part, before = self._part
+        more = done - (before if part == what and done else 0)  # 0: the next part begins
+        self._part = (what, done)
+        self.fetched += more if what == "fetching" else 0
+        self._worked += max(more, 0)
+        self._tell(self.fetched, self._worked)
+
+
 @dataclass
 class Prepared:
     """A staged update as the state machine wants it.
@@ -225,9 +244,9 @@ class Prepared:
 
     staged: staging.Staged
     digests: Digests
-    fetched_bytes: int
     seconds: dict[str, float]
     full_sums: Mapping[str, int] | None = field(default=None, repr=False)
+    fetched_bytes: int = 0
     reload: Callable[[], object] | None = field(default=None, repr=False)
     reloading: bool = False
 

@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 
 from deltactl.core.errors import Conflict, Malformed, Transient
 from deltactl.server.apply import apply_to_servers
+from deltactl.server.drive import PATIENCE
 from deltactl.server.report import Replica
 from deltactl.server.update import HELD, Options
 from tests.server.conftest import QUICK, Start, Steps
@@ -332,6 +334,38 @@ def test_work_in_the_server_that_hangs(
     assert report.error.what == "the server's work hangs"
     assert (report.paused, server.vllm.paused, workers.update) == (False, False, None)
     assert server.live == steps.states[1]
+
+
+def test_slow_work_that_gets_on_is_waited_for_and_told(
+    start: Start, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look finds more, of what is fetched and then of what is made of it; all of them together
+    take many times what may pass without."""
+    server, clock, through = start(), [0.0], threading.Event()
+    workers, told = server.vllm.workers, list[int]()
+    monkeypatch.setattr("deltactl.server.drive.monotonic", lambda: clock[0] + monotonic())
+    worked = iter(range(1, 7))
+
+    def look() -> None:
+        count = next(worked, None)
+        if workers.update is None or workers.update["phase"] != "staging" or count is None:
+            through.set()
+            return
+        workers.update |= {"fetched_bytes": min(count, 3), "worked_bytes": count}
+        clock[0] += 0.9 * PATIENCE * QUICK.timeout
+
+    def progress(what: str, done: int, total: int) -> None:
+        told.append(done)
+
+    def staging_begins() -> None:
+        monkeypatch.setattr(workers, "_deltactl_state", look)
+
+    workers.before_staged = through.wait
+    server.fail("rpc:deltactl_stage", how=None, meanwhile=staging_begins)
+    report = apply_to_servers(steps.bucket, 3, [server.url], QUICK, progress=progress).replicas[0]
+    assert report.error is None
+    assert told[:6] == [1, 2, 3, 3, 3, 3]
+    assert_serves(server, steps, 3)
 
 
 def test_a_store_that_goes_away_while_the_update_is_staged(start: Start, steps: Steps) -> None:

@@ -90,6 +90,31 @@ def test_links_are_fetched_once(remote: RemoteBucket, cache: Path) -> None:
     assert sorted({d.path for d in (*first.deltas, *second.deltas)}) == shelf(cache)
 
 
+class Heard:
+    """A Progress, and what it was told: for each part its rising bytes."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[int]] = {}
+        self.total = 0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        self.parts.setdefault(what, []).append(done)
+        self.total = total
+
+
+def test_what_is_fetched_is_told_as_it_comes(local: LocalBucket, tmp_path: Path) -> None:
+    remote, heard = RemoteBucket(tmp_path / "bucket", part_bytes=200), Heard()
+    links = open_links(remote, deltas(2, 3), heard)
+    told = heard.parts.pop("fetching")
+    assert told == sorted(told)
+    assert told[-1] == heard.total == links.fetched_bytes
+    assert len(set(told)) > 4
+    assert heard.parts == {}
+    open_links(local, deltas(2, 3), heard)
+    open_links(remote, deltas(2, 3), heard)
+    assert heard.parts == {}
+
+
 def test_of_many_at_once_one_fetches(remote: RemoteBucket) -> None:
     found: list[host.FetchedLinks] = []
     threads = [
@@ -219,6 +244,19 @@ def test_a_step_is_rebuilt_once(remote: RemoteBucket, cache: Path) -> None:
     with checkpoint_at(remote, 3, state_at(remote, 3)) as again:
         assert holds(again, 3)
     assert (remote.lists, remote.reads) == (0, [])
+
+
+@pytest.mark.parametrize("model", [None, "step_1"])
+def test_a_rebuild_is_told_as_it_goes(
+    model: str | None, remote: RemoteBucket, tmp_path: Path
+) -> None:
+    heard = Heard()
+    directory = None if model is None else tmp_path / model
+    with checkpoint_at(remote, 3, state_at(remote, 3), model=directory, progress=heard) as found:
+        assert heard.parts["writing"][-1] == sum(t.nbytes for t in found.tensors.values())
+    links = ["anchors/step_000001", *deltas(2, 3)] if model is None else deltas(2, 3)
+    sizes = [item.size for item in remote.list() if item.name.startswith(tuple(links))]
+    assert heard.parts["fetching"][-1] == sum(sizes)
 
 
 def test_of_many_at_once_one_rebuilds(remote: RemoteBucket) -> None:

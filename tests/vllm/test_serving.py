@@ -13,7 +13,7 @@ import pytest
 
 from deltactl.core.bits import touch_sum
 from deltactl.core.errors import Conflict, DeltactlError, Transient
-from deltactl.vllm.contract import Identity, Values
+from deltactl.vllm.contract import Identity, Tell, Values
 from deltactl.vllm.peers import Alone
 from deltactl.vllm.serving import Serving
 from tests.support.ranks import thread_peers, together
@@ -78,7 +78,9 @@ class Toy:
     def describe(self) -> dict[str, Any]:
         return {"tensors": 1 - len(self.unmapped), "unmapped": self.unmapped, "ignored": []}
 
-    def stage(self, request: Mapping[str, Any]) -> ToyStaged:
+    def stage(self, request: Mapping[str, Any], tell: Tell) -> ToyStaged:
+        for fetched in (3, 7):
+            tell(fetched, 2 * fetched)
         if self.hold is not None:
             assert self.hold.wait(30)
         self.reach("stage")
@@ -236,6 +238,20 @@ def test_an_update_from_stage_to_done(server: Ranks) -> None:
     done = server.each(lambda rank: rank.done("u"))
     assert [state["update"] for state in done] == [None] * len(done)
     assert [state["error"] for state in done] == [None] * len(done)
+
+
+def test_what_has_been_fetched_is_told_as_it_comes() -> None:
+    ranks = Ranks(1)
+    ranks.ready()
+    hold = ranks.toys[0].hold = threading.Event()
+    ranks.each(lambda rank: rank.stage(make_request()))
+    ranks.until(lambda state: state["update"]["fetched_bytes"] == 7)
+    (state,) = ranks.states()
+    assert (state["update"]["phase"], state["update"]["worked_bytes"]) == ("staging", 14)
+    hold.set()
+    ranks.until(lambda state: state["update"]["phase"] == "staged")
+    update = ranks.states()[0]["update"]
+    assert (update["fetched_bytes"], update["worked_bytes"]) == (20, 14)
 
 
 def test_a_commit_that_is_repeated_does_nothing(server: Ranks) -> None:

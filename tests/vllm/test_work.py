@@ -18,7 +18,7 @@ from deltactl.core.chain import delta_name, read_chain
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.publish import push
 from deltactl.vllm.serving import Serving
-from deltactl.vllm.work import ModelWork
+from deltactl.vllm.work import ModelWork, Told
 from tests.support.checkpoints import Spec, changed, random_tensor, write_hf_directory
 from tests.support.ranks import thread_peers, together
 
@@ -361,3 +361,17 @@ def test_a_step_with_another_tensor_is_refused(tmp_path: Path) -> None:
         assert row["update"]["error"]["tensor"] == "new"
         place.each(lambda rank: rank.discard("to 2"))
     assert place.holds(1)
+
+
+def test_the_parts_of_a_staging_are_added_up() -> None:
+    heard: list[tuple[int, int]] = []
+    told = Told(lambda fetched, worked: heard.append((fetched, worked)))
+    for what, *counts in (
+        ("fetching", 0, 4, 9), ("writing", 0, 5), ("fetching", 0, 3), ("fetching", 0, 2),
+    ):  # fmt: skip
+        for done in counts:
+            told(what, int(done), 9)
+    assert heard[-1] == (14, 19)
+    assert heard == sorted(heard)
+    told("fetching", 1, 9)  # what was fetched turned out to be torn
+    assert heard[-1] == (13, 19)
