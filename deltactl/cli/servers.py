@@ -43,6 +43,13 @@ def row_of(facts: dict[str, Any], error: DeltactlError | None) -> dict[str, Any]
     return facts
 
 
+def warn_of_newer(screen: Output, newer: Sequence[int], bucket: str) -> None:
+    """Say that a chain has steps above those that can be had."""
+    if newer:
+        steps = ", ".join(map(str, newer))
+        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {bucket}")
+
+
 def say_interrupted(screen: Output) -> Any:
     """Called at the first Ctrl-C, while the servers are brought to rest."""
     return lambda: screen.warn(
@@ -71,9 +78,7 @@ def apply_to(
         "dry_run": options.dry_run,
         "replicas": rows,
     }
-    if done.newer:
-        steps = ", ".join(map(str, done.newer))
-        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {target}")
+    warn_of_newer(screen, done.newer, target)
     screen.result(document, lambda: _lines(done, options.dry_run))
     for replica in done.replicas:
         if replica.error is not None:

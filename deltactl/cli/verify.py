@@ -24,7 +24,7 @@ from deltactl.cli.options import (
     output,
 )
 from deltactl.cli.output import Output
-from deltactl.cli.servers import exit_of, row_of, say_interrupted
+from deltactl.cli.servers import exit_of, row_of, say_interrupted, warn_of_newer
 from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ Level = Literal["links", "data", "rebuild"]
         "bytes_read": "how much was read",
         "requests": "in how many requests to the bucket, the listing counted as one; what is read "
         "in place takes none",
-        "replicas": "with --server, beside ok alone, of each server: url, ok, step and state (null "
+        "newer": "with --server: newer steps in the bucket that cannot be rebuilt, where no step is "
+        "named",
+        "replicas": "with --server, beside ok and newer alone, of each server: url, ok, step and state (null "
         "if not known), checked (tensors compared), differing and unaudited (names), error (what, "
         "file, tensor, step, expected, found, hint, exit_code; null if nothing is wrong)",
     },
@@ -173,21 +175,24 @@ def _audit(
     name, named = bucket_and_step(target) or (target, None)
     if named is not None and step not in (None, named):
         raise UsageError("two steps are named", expected=f"@{named} or --step {step}")
-    found, interrupted = audit_servers(
+    done = audit_servers(
         open_bucket(name, jobs=jobs),
         step if named is None else named,
         servers,
         timeout=timeout,
         on_interrupt=say_interrupted(screen),
     )
+    found = done.replicas
     rows = [row_of(audited.facts(), audited.error) for audited in found]
-    screen.result({"ok": all(row["ok"] for row in rows), "replicas": rows}, lambda: _audits(found))
+    document = {"ok": all(row["ok"] for row in rows), "newer": done.newer, "replicas": rows}
+    warn_of_newer(screen, done.newer, name)
+    screen.result(document, lambda: _audits(found))
     for audited in found:
         if audited.error is not None:
             screen.fault(audited.error, hint=True)
         for tensor in audited.unaudited:
             screen.warn(f"unproven: {audited.url}, tensor {tensor!r}: it could not be looked at")
-    code = exit_of([audited.error for audited in found], interrupted)
+    code = exit_of([audited.error for audited in found], done.interrupted)
     unproven = any(audited.unaudited for audited in found) and not accept_unproven
     if code or unproven:
         raise typer.Exit(code or UNSOUND)

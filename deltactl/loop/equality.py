@@ -65,7 +65,7 @@ def compare(bucket: Bucket, final: Path, url: str, place: Path) -> Equality:
     report = pull(bucket, place)
     trainer, trainers = _bytes(final)
     _, pulled = _bytes(place)
-    [audit], _ = audit_servers(bucket, report.step, [url], timeout=_ANSWER)
+    [audit] = audit_servers(bucket, report.step, [url], timeout=_ANSWER).replicas
     wire = Wire(url, _ANSWER)
     expected, found = runtime_checksums(trainers), _checksums(wire)
     wire.close()

@@ -51,6 +51,16 @@ class Audited:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Audits:
+    """What an audit found, and whether the user has interrupted it. ``newer``: steps that are in
+    the bucket above the tip and cannot be rebuilt, where no step was asked for."""
+
+    replicas: list[Audited]
+    interrupted: bool
+    newer: tuple[int, ...] = ()
+
+
 def audit_servers(
     bucket: Bucket,
     step: int | None,
@@ -58,11 +68,11 @@ def audit_servers(
     *,
     timeout: float,
     on_interrupt: Callable[[], None] = lambda: None,
-) -> tuple[list[Audited], bool]:
+) -> Audits:
     """Have each server add up its live weights, and compare with what the chain says of its step.
 
-    ``step``: the one that it has to be on; None for any of the chain's. Also whether the user has
-    interrupted it. Raises what reading the chain raises, UsageError.
+    ``step``: the one that it has to be on; None for any of the chain's. Raises what reading the
+    chain raises, UsageError.
     """
     urls, chain, stop = urls_of(urls), read_chain(bucket), threading.Event()
     if step is not None and not chain.links_at(step):
@@ -80,7 +90,12 @@ def audit_servers(
             report.error = as_error(error)
         return report
 
-    return side_by_side(one, urls, stop, on_interrupt)
+    return Audits(*side_by_side(one, urls, stop, on_interrupt), newer=_newer(chain, step))
+
+
+def _newer(chain: Chain, step: int | None) -> tuple[int, ...]:
+    tip = -1 if chain.tip is None else chain.tip
+    return () if step is not None else tuple(n for n in chain.all_steps if n > tip)
 
 
 def _audit(
@@ -118,6 +133,9 @@ def _check_state(
     expected = "a state of the chain" if step is None else f"state {chain.state_at(step)}"
     known = engine.state in states if step is None else engine.state == chain.state_at(step)
     if not known:
+        hint = f"deltactl apply {chain.url}@{step or chain.tip} --server {server.url}"
+        if _newer(chain, step):  # it may be on one of them, and would be taken back
+            hint = f"deltactl verify {chain.url}"
         raise Conflict(
             "the server is on another step"
             if step is not None
@@ -126,7 +144,7 @@ def _check_state(
             step=step,
             expected=expected,
             found=f"step {engine.step}, state {engine.state}",
-            hint=f"deltactl apply {chain.url}@{step or chain.tip} --server {server.url}",
+            hint=hint,
         )
 
 

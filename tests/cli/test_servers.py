@@ -304,6 +304,39 @@ def test_verify(mode: str, cli: Cli, bucket: Path, start: Start) -> None:
     assert cli("verify", bucket, "--step", 2, "--server", sound.url, *flags).code == 11
 
 
+def test_verify_tells_of_a_damaged_tip(
+    cli: Cli, checkpoints: Checkpoints, start: Start, tmp_path: Path
+) -> None:
+    bucket, server = tmp_path / "chain", start()
+    for checkpoint in checkpoints.steps:
+        assert cli("push", checkpoint, bucket, "--anchor-every", 0).code == 0
+    assert cli("apply", f"{bucket}@2", "--server", server.url).code == 0
+    assert cli("verify", bucket, "--server", server.url, "--json").json["newer"] == []
+    flip_bit(bucket / "deltas/step_000003.safetensors", 60)
+    warning = f"warning: newer steps cannot be rebuilt: 3; see deltactl verify {bucket}\n"
+    ran = cli("verify", bucket, "--server", server.url)
+    assert (ran.code, ran.stderr) == (0, warning)
+    ran = cli("verify", bucket, "--server", server.url, "--json")
+    assert (ran.code, ran.json["ok"], ran.json["newer"]) == (0, True, [3])
+    ran = cli("verify", f"{bucket}@2", "--server", server.url)
+    assert (ran.code, ran.stderr) == (0, "")
+
+
+def test_verify_takes_no_server_back_from_a_damaged_tip(
+    cli: Cli, checkpoints: Checkpoints, start: Start, tmp_path: Path
+) -> None:
+    bucket, server = tmp_path / "chain", start()
+    for checkpoint in checkpoints.steps:
+        assert cli("push", checkpoint, bucket, "--anchor-every", 0).code == 0
+    assert cli("apply", f"{bucket}@3", "--server", server.url).code == 0
+    flip_bit(bucket / "deltas/step_000003.safetensors", 60)
+    ran = cli("verify", bucket, "--server", server.url)
+    assert ran.code == exits.CONFLICT
+    assert "newer steps cannot be rebuilt: 3" in ran.stderr
+    assert f"hint: deltactl verify {bucket}\n" in ran.stderr
+    assert "deltactl apply" not in ran.stderr
+
+
 def test_verify_says_what_it_could_not_look_at(cli: Cli, bucket: Path, start: Start) -> None:
     server = start()
     server.vllm.workers.unaudited = ["model.norm.weight"]

@@ -14,11 +14,9 @@ from tests.support.vllm_standin import StandIn
 
 
 def audit(steps: Steps, step: int | None, *servers: StandIn, timeout: float = 10) -> list[Audited]:
-    found, interrupted = audit_servers(
-        steps.bucket, step, [server.url for server in servers], timeout=timeout
-    )
-    assert not interrupted
-    return found
+    done = audit_servers(steps.bucket, step, [server.url for server in servers], timeout=timeout)
+    assert (done.interrupted, done.newer) == (False, ())
+    return done.replicas
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
