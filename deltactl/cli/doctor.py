@@ -41,7 +41,8 @@ def doctor(
     """Say what stands between a running vLLM server and apply, and what to do about it.
 
     Looks, and changes nothing. Warns of what is exposed: vLLM's --api-key does not guard the routes
-    by which a server is paused and its weights are changed.
+    by which a server is paused and its weights are changed. A server with data parallelism takes no
+    updates: each of its replicas has to be a server of its own.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if not servers:

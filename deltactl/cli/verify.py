@@ -45,11 +45,11 @@ Level = Literal["links", "data", "rebuild"]
         "bytes_read": "how much was read",
         "requests": "in how many requests to the bucket, the listing counted as one; what is read "
         "in place takes none",
-        "newer": "with --server: newer steps in the bucket that cannot be rebuilt, where no step is "
+        "newer": "with --server: newer steps in the bucket that cannot be rebuilt, if no step is "
         "named",
-        "replicas": "with --server, beside ok and newer alone, of each server: url, ok, step and state (null "
-        "if not known), checked (tensors compared), differing and unaudited (names), error (what, "
-        "file, tensor, step, expected, found, hint, exit_code; null if nothing is wrong)",
+        "replicas": "with --server, beside ok and newer alone, of each server: url, ok, step and "
+        "state (null if not known), checked (tensors compared), differing and unaudited (names), "
+        "error (what, file, tensor, step, expected, found, hint, exit_code; null if nothing is wrong)",
     },
     exits=[3, 4, 5, 10, 11],
     exit_3="something is wrong, or unproven and --accept-unproven was not given",

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from deltactl import __version__
 from deltactl.core.errors import DeltactlError
 from deltactl.server.preflight import (
+    check_alone,
     check_configuration,
     check_routes,
     check_version,
@@ -17,10 +18,15 @@ from deltactl.server.preflight import (
 )
 from deltactl.server.routes import Server
 from deltactl.server.state import WRITTEN, Engine
+from deltactl.server.wire import Unreachable
 
 Level = Literal["ok", "warn", "error"]
 
 _SHOWN = 5  # names of tensors
+_LISTENS = (
+    "see that vllm serve runs there and is through with loading, and that it listens on this port "
+    "and where this machine can reach it: --host, --port"
+)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -57,7 +63,11 @@ def _findings(server: Server) -> Iterator[Finding]:
         yield Finding("ok", check, "the control routes are there")
         yield _exposed(server.url)
         check = "plugin"
-        check_configuration(server.configuration(), server.url)
+        configuration = server.configuration()
+        check_configuration(configuration, server.url)
+        check = "replicas"
+        check_alone(configuration, server.url)
+        check = "plugin"
         engine = server.engine("deltactl_state")
     except DeltactlError as error:
         yield _of_error(check, error)
@@ -69,7 +79,10 @@ def _findings(server: Server) -> Iterator[Finding]:
 
 
 def _of_error(check: str, error: DeltactlError) -> Finding:
-    return Finding("error", check, str(error), error.hint)
+    hint = error.hint
+    if hint is not None and hint.startswith("deltactl doctor"):  # which is what runs
+        hint = _LISTENS if isinstance(error, Unreachable) else "see the server's log"
+    return Finding("error", check, str(error), hint)
 
 
 def _health(server: Server) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deltactl.core.errors import Conflict, DeltactlError, Unsupported
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unsupported
 from deltactl.server.goal import Goal
 from deltactl.server.routes import Server
 from deltactl.server.state import Engine
@@ -21,8 +21,14 @@ FLAGS = f'--weight-transfer-config \'{{"backend":"{BACKEND}"}}\' --worker-extens
 
 
 def check_version(server: Server) -> str:
-    """vLLM's version. Raises Unsupported for one that is too old; Transient where none answers."""
-    version = server.version()
+    """vLLM's version. Raises Unsupported for one that is too old, and where something else than
+    vLLM answers; Transient where nothing does."""
+    try:
+        version = server.version()
+    except (Refused, Malformed) as error:
+        if isinstance(error, Transient) or (isinstance(error, Refused) and error.status >= 500):
+            raise
+        raise no_vllm(server.url, error) from None
     match = re.match(r"(\d+)\.(\d+)", version)
     if match and (0, 0) < (int(match[1]), int(match[2])) < OLDEST:
         raise Unsupported(
@@ -56,15 +62,21 @@ def check_plugin(server: Server) -> Engine:
     leave their replies out of step for good.
     """
     if server.world_size() > 1:
-        check_configuration(server.configuration(), server.url)
+        _check_configured(server)
     try:
         engine = server.engine("deltactl_state")
     except Refused:
-        check_configuration(server.configuration(), server.url)
+        _check_configured(server)
         engine = server.engine("deltactl_state")
     if not engine.backend:
         raise no_plugin(server.url, "another weight-transfer backend")
     return engine
+
+
+def _check_configured(server: Server) -> None:
+    configuration = server.configuration()
+    check_configuration(configuration, server.url)
+    check_alone(configuration, server.url)
 
 
 def check_configuration(configuration: Mapping[str, Any], url: str) -> None:
@@ -77,6 +89,11 @@ def check_configuration(configuration: Mapping[str, Any], url: str) -> None:
     extension = parallel.get("worker_extension_cls") if isinstance(parallel, dict) else None
     if not extension:
         raise no_plugin(url, "no worker extension")
+
+
+def check_alone(configuration: Mapping[str, Any], url: str) -> None:
+    """Raise Unsupported where the server is several replicas that vLLM feeds from one address."""
+    parallel = configuration.get("parallel_config")
     replicas = parallel.get("data_parallel_size") if isinstance(parallel, dict) else 1
     if isinstance(replicas, int) and replicas > 1:
         raise Unsupported(
@@ -85,6 +102,18 @@ def check_configuration(configuration: Mapping[str, Any], url: str) -> None:
             found=f"data-parallel size {replicas}",
             hint="start one vLLM server for each, and give each with --server",
         )
+
+
+def no_vllm(url: str, error: Refused | Malformed) -> DeltactlError:
+    """The error for an address at which something else answers."""
+    status = f"status {error.status}" if isinstance(error, Refused) else "another answer"
+    return Unsupported(
+        "what answers at this address is no vLLM server",
+        file=url,
+        expected="vLLM's version at /version",
+        found=", ".join(filter(None, (status, str(error.found or "")))),
+        hint="give the address that vllm serve listens on, http://HOST:PORT, without /v1",
+    )
 
 
 def no_plugin(url: str, found: str) -> DeltactlError:

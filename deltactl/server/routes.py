@@ -23,7 +23,10 @@ class Server:
         self._wire.close()
 
     def version(self) -> str:
-        return str(self._wire.get("/version").get("version"))
+        found = self._wire.get("/version").get("version")
+        if not isinstance(found, str):
+            raise Malformed("the answer to /version names none", file=self.url)
+        return found
 
     def health(self) -> None:
         self._wire.get("/health")

@@ -18,7 +18,7 @@ import requests
 from requests.auth import AuthBase
 from urllib3.exceptions import HTTPError, NewConnectionError
 
-from deltactl.core.errors import DeltactlError, NotAllowed, Transient, UsageError
+from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, Transient, UsageError
 from deltactl.core.reading import parse_json
 
 CONNECT = 10.0  # seconds for a connection
@@ -27,6 +27,7 @@ KEY, HEADERS = "VLLM_API_KEY", "DELTACTL_SERVER_HEADERS"
 
 _LARGEST = 1 << 26  # bytes of an answer
 _TOLD = 400  # characters of a server's own words that are passed on
+_EXCERPT = 80  # of what is no answer of vLLM's
 
 
 class Unreachable(Transient):
@@ -100,7 +101,14 @@ class Wire:
         if reply.status_code != 200:
             self._session.close()  # vLLM's may close after a fault, and the next request be lost
             raise self._refused(reply.status_code, path, raw)
-        return parse_json(raw, self.url, what=f"the answer to {path}") if raw.strip() else {}
+        return self._parsed(path, raw) if raw.strip() else {}
+
+    def _parsed(self, path: str, raw: bytes) -> dict[str, Any]:
+        try:
+            return parse_json(raw, self.url, what=f"the answer to {path}")
+        except Malformed as error:
+            error.found = _excerpt(raw)
+            raise
 
     def _read(self, reply: requests.Response, path: str, deadline: float) -> bytes:
         raw = bytearray()
@@ -149,11 +157,22 @@ def _message(raw: bytes) -> str:
     try:
         document: Any = parse_json(raw, None, what="the answer")
     except DeltactlError:
-        return raw[:_TOLD].decode(errors="replace")
+        return _excerpt(raw)
     found = document.get("error", document.get("detail", ""))
     if isinstance(found, dict):
         found = found.get("message", "")
     return str(found)[:_TOLD]
+
+
+def _excerpt(raw: bytes) -> str:
+    """What somebody else than vLLM has answered, in a few words."""
+    text = raw[: 1 << 14].decode(errors="replace")
+    if text.lstrip().startswith("<"):
+        title = re.search(r"<title[^>]*>([^<]*)", text, re.IGNORECASE)
+        named = " ".join(title[1].split()) if title else ""
+        return f"a web page, {named[:_EXCERPT]!r}" if named else "a web page"
+    words = " ".join(text.split())
+    return words if len(words) <= _EXCERPT else words[:_EXCERPT] + "..."
 
 
 class _Authorization(AuthBase):

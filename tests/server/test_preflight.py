@@ -124,6 +124,55 @@ def test_a_server_that_is_not_there(start: Start) -> None:
     server.kill()
     (finding,) = examine(server.url)
     assert (finding.level, finding.check) == ("error", "reachable")
+    assert "vllm serve runs there" in str(finding.hint)
+
+
+PAGE = b"<!DOCTYPE html>\n<html><head><title>404\n Not Found</title>" + b"<p>x</p>" * 999
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "found"),
+    [
+        (404, PAGE, "found status 404, a web page, '404 Not Found'"),
+        (200, PAGE, "found another answer, a web page, '404 Not Found'"),
+        (200, b" <html>", "found another answer, a web page"),
+        (200, b"welcome\nto " + b"x" * 999, "found another answer, welcome to xxxx"),
+        (200, b"{}", "expected vLLM's version at /version, found another answer"),
+        (302, b"", "found status 302"),
+        (404, b'{"detail":"Not Found"}', "found status 404, Not Found"),
+    ],
+)
+def test_what_is_no_vllm(status: int, body: bytes, found: str, start: Start, steps: Steps) -> None:
+    server = start()
+    server.fail("/version", status=status, body=body, times=None)
+    (finding,) = examine(server.url)
+    assert (finding.level, finding.check) == ("error", "reachable")
+    assert finding.what.startswith(f"{server.url}: what answers at this address is no vLLM server")
+    assert found in finding.what
+    assert "<" not in finding.what
+    assert len(finding.what) < 300
+    assert "http://HOST:PORT, without /v1" in str(finding.hint)
+    report = apply_to_servers(steps.bucket, 3, [server.url], QUICK).replicas[0]
+    assert str(report.error) == finding.what
+
+
+@pytest.mark.parametrize("route", ["/version", "/is_paused", "/server_info", "rpc:deltactl_state"])
+@pytest.mark.parametrize("how", ["error", "drop", "kill"])
+def test_the_doctor_never_sends_to_the_doctor(route: str, how: str, start: Start) -> None:
+    server = start()
+    server.fail(route, how=how, times=None)
+    errors = [finding for finding in examine(server.url) if finding.level == "error"]
+    assert errors
+    assert "deltactl doctor" not in str(errors)
+
+
+def test_several_replicas_behind_one_address_are_a_finding_of_their_own(start: Start) -> None:
+    server = start()
+    data_parallel(server)
+    finding = examine(server.url)[-1]
+    assert (finding.level, finding.check) == ("error", "replicas")
+    assert "data-parallel size 2" in finding.what
+    assert "rpc:deltactl_state" not in server.requests
 
 
 def test_a_server_whose_engine_is_dead(start: Start) -> None:

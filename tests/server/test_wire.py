@@ -116,7 +116,7 @@ def test_another_status(status: int, kind: type[Refused], start: Start) -> None:
     [
         (b'{"error": "in words"}', "in words"),
         (b'{"detail": "Not Found"}', "Not Found"),
-        (b"<html>", "<html>"),
+        (b"<html>", "a web page"),
         (b'{"error": {"message": "' + b"x" * 10_000 + b'"}}', "x" * 400),
         (b"\xff", "\ufffd"),
         (b"[]", "[]"),
