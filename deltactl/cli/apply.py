@@ -146,7 +146,9 @@ def apply(
     whose weights are in an unknown state is never resumed: it is repaired, or left paused, and the
     message says how to go on. The plugin has to run there: see deltactl doctor.
 
-    --via reload works with any vLLM that has its development mode on. It needs room for the whole
+    --via reload works with any vLLM that has its development mode on. The servers are looked at
+    first, and the step is compared with the directory that they were started on, if it is to be
+    seen from here; where none of them can load it nothing is fetched. It needs room for the whole
     checkpoint in DIR, reads all of it in the pause, and proves nothing about what is live. A reload
     that fails, as for a DIR that the server does not see, leaves the server paused, and vLLM's
     engine may end at the next request. On a CPU vLLM keeps a packed copy of a tied output layer

@@ -49,7 +49,8 @@ Level = Literal["links", "data", "rebuild"]
         "named",
         "replicas": "with --server, beside ok and newer alone, of each server: url, ok, step and "
         "state (null if not known), checked (tensors compared), differing and unaudited (names), "
-        "error (what, file, tensor, step, expected, found, hint, exit_code; null if nothing is wrong)",
+        "error (what, file, tensor, step, expected, found, hint, exit_code; null if nothing is "
+        "wrong)",
     },
     exits=[3, 4, 5, 10, 11],
     exit_3="something is wrong, or unproven and --accept-unproven was not given",

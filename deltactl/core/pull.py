@@ -92,7 +92,7 @@ def pull(
     failure that may pass is kept beside ``dest``, and the next pull goes on with it. Raises
     NotFound, Malformed, and Conflict where ``dest`` holds something that is not of this chain.
     """
-    _check_apart(bucket, dest)
+    check_apart(bucket, dest)
     chain = read_chain(bucket)
     return materialize(bucket, chain, dest, step=step, progress=progress)
 
@@ -190,7 +190,7 @@ def _materialize(
     )
 
 
-def _check_apart(bucket: Bucket, dest: Path) -> None:
+def check_apart(bucket: Bucket, dest: Path) -> None:
     """Raise UsageError where bucket and destination lie in each other."""
     inside, place = bucket.path("anchors"), dest.resolve()
     if inside is None:

@@ -1,25 +1,30 @@
 """Have vLLM servers that lack deltactl's plugin load a step, by vLLM's own ``reload_weights``.
 
-The step is rebuilt into a directory that the servers see under the same path, and every server
-reads all of it while it is paused. Nothing tells what is live before or after: a reload that
-failed, or whose answer was lost, leaves weights that nobody knows, and the server paused. The label
-that clients see says so meanwhile, and by it the next reload knows the pause for its own.
+The step is rebuilt into a directory that the servers see under the same path, once each server has
+been looked at, and every server reads all of it while it is paused. Nothing tells what is live
+before or after: a reload that failed, or whose answer was lost, leaves weights that nobody knows,
+and the server paused. The label that clients see says so meanwhile, and by it the next reload knows
+the pause for its own.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
 
+from deltactl.core.anchor import AnchorHeader
+from deltactl.core.chain import Chain, read_chain
+from deltactl.core.digest import TensorState
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
-from deltactl.core.pull import pull
+from deltactl.core.pull import PullReport, check_apart, materialize, wanted_step
 from deltactl.core.store import Bucket
 from deltactl.server.apply import Applied
 from deltactl.server.fleet import as_error, side_by_side, urls_of
+from deltactl.server.model import check_model
 from deltactl.server.preflight import BACKEND, check_routes, check_version
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
@@ -44,30 +49,55 @@ def reload_servers(
 ) -> Applied:
     """Rebuild a step in ``directory``, as ``pull`` does, and have each server reload it from there.
 
-    Raises what ``pull`` raises, UsageError; what becomes of a single server is in the report.
+    Nothing is fetched but headers before the servers have been looked at, and no weights where none
+    of them can load the step. Raises what ``pull`` raises, UsageError; what becomes of a single
+    server is in the report.
     """
-    urls = urls_of(urls)
-    place = directory.resolve()
-    pulled = pull(bucket, place, step=step, progress=progress)
-    target = f"{bucket.url}@{pulled.step} --via reload --reload-dir {directory}"
-    stop = threading.Event()
+    urls, place = urls_of(urls), directory.resolve()
+    check_apart(bucket, place)
+    chain = read_chain(bucket)
+    aim = chain.tip if step is None else step
+    if aim is not None and not chain.links_at(aim):
+        chain.path(aim)  # says why
+    reports, stop = {url: Replica(url) for url in urls}, threading.Event()
 
-    def one(url: str) -> Replica:
-        report = Replica(url)
-        try:
-            server = Server(url, options.timeout)
+    def each(act: Callable[[_Reload], None], at: int | None) -> bool:
+        """Of the servers with which nothing is wrong; whether the user has interrupted it."""
+        known = bucket.url if at is None else f"{bucket.url}@{at}"
+        target = f"{known} --via reload --reload-dir {directory}"
+
+        def one(url: str) -> Replica:
+            report = reports[url]
             try:
-                _Reload(server, report, options, target).run(place, pulled.step, stop)
-            finally:
-                server.close()
-        except Exception as error:
-            report.error = as_error(error)
-        if report.error is None:
-            report.state = pulled.state
-        return report
+                server = Server(url, options.timeout)
+                try:
+                    act(_Reload(server, report, options, target))
+                finally:
+                    server.close()
+            except Exception as error:
+                report.error = as_error(error)
+            return report
 
-    replicas, interrupted = side_by_side(one, urls, stop, on_interrupt)
-    return Applied(pulled.step, pulled.state, replicas, interrupted, pulled.newer)
+        left = [url for url in urls if reports[url].error is None]
+        return side_by_side(one, left, stop, on_interrupt)[1]
+
+    tensors = _tensors(chain, aim)
+    interrupted = each(lambda reload: reload.look(tensors), aim)
+    if interrupted or all(report.error is not None for report in reports.values()):
+        each(_Reload.give_up, aim)
+        wanted = wanted_step(chain, step)
+        newer = () if step is not None else tuple(n for n in chain.all_steps if n > wanted)
+        return Applied(wanted, chain.state_at(wanted), [*reports.values()], interrupted, newer)
+    pulled = materialize(bucket, chain, place, step=step, progress=progress)
+    interrupted = each(lambda reload: reload.run(place, pulled, stop), pulled.step)
+    return Applied(pulled.step, pulled.state, [*reports.values()], interrupted, pulled.newer)
+
+
+def _tensors(chain: Chain, step: int | None) -> tuple[TensorState, ...]:
+    """Those that the newest anchor up to a step names; a delta names what changes alone."""
+    below = [at for at in chain.starts if step is None or at <= step]
+    header = chain.starts[max(below)].header if below else None
+    return header.tensors if isinstance(header, AnchorHeader) else ()
 
 
 class _Reload:
@@ -77,14 +107,26 @@ class _Reload:
         self._server, self._report, self._options = server, report, options
         self._again = f"deltactl apply {target} --server {server.url}"
 
-    def run(self, place: Path, step: int, stop: threading.Event) -> None:
-        server, report = self._server, self._report
+    def look(self, tensors: Collection[TensorState]) -> None:
+        """Raise what stands between the server and a reload of a checkpoint of these tensors."""
+        server = self._server
         check_version(server)
-        paused = check_routes(server)
-        transfer = server.configuration().get("weight_transfer_config")
+        self._report.paused = check_routes(server)
+        configuration = server.configuration()
+        transfer = configuration.get("weight_transfer_config")
         if isinstance(transfer, dict) and transfer.get("backend") == BACKEND:
             what = "the server runs deltactl's plugin, which would not know of a reload"
             raise UsageError(what, file=server.url, hint="leave out --via reload")
+        check_model(configuration, tensors, server.url)
+
+    def give_up(self) -> None:
+        """Before anything was asked for."""
+        raise self._interrupted()
+
+    def run(self, place: Path, pulled: PullReport, stop: threading.Event) -> None:
+        """Have it reload what was pulled to ``place``."""
+        server, report, step = self._server, self._report, pulled.step
+        paused = check_routes(server)
         before = server.label()
         report.step_before = int(before) if before.isascii() and before.isdigit() else None
         held = paused and not before.startswith(MARK)
@@ -100,7 +142,7 @@ class _Reload:
             raise self._interrupted()
         self._load(place)
         self._rest(held, str(step))
-        report.how, report.step_after = "reload", step
+        report.how, report.step_after, report.state = "reload", step, pulled.state
         if held:
             report.notes.append("was paused already, and is left paused")
         else:

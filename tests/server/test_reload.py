@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltactl.core.errors import DeltactlError, Malformed, UsageError
+from deltactl.core.digest import TensorState
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
+from deltactl.server.model import HEAD, check_model
 from deltactl.server.reload import MARK, reload_servers
 from deltactl.server.report import Replica
 from tests.server.conftest import QUICK, Start, Steps
+from tests.support.chains import make_chain
+from tests.support.checkpoints import random_tensor, write_hf_directory
 from tests.support.vllm_standin import StandIn
 
 
@@ -104,6 +109,104 @@ def test_a_pause_of_somebody_else_stays(start: Start, steps: Steps, place: Path)
     assert (report.error, report.paused, report.seconds_paused) == (None, True, None)
     assert server.vllm.paused
     assert "left paused" in report.notes[0]
+
+
+def no_development_mode(server: StandIn) -> None:
+    server.vllm.dev = False
+
+
+def an_old_vllm(server: StandIn) -> None:
+    server.vllm.version = "0.31.2"
+
+
+def dead(server: StandIn) -> None:
+    server.kill()
+
+
+@pytest.mark.parametrize("harm", [no_development_mode, an_old_vllm, dead])
+def test_no_weights_are_fetched_for_servers_that_cannot_load_them(
+    harm: Any, start: Start, steps: Steps, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad, server = start(plugin=False), start(plugin=False)
+    harm(bad)
+    done = reload_servers(steps.bucket, None, [bad.url, start().url], place, QUICK)
+    assert (done.step, done.state, done.interrupted) == (4, steps.states[4], False)
+    assert all(report.error is not None for report in done.replicas)
+    assert not place.exists()
+    done = reload_servers(steps.bucket, None, [bad.url, server.url], place, QUICK)
+    assert [report.error is None for report in done.replicas] == [False, True]
+    assert_serves(server, steps, 4)
+    assert not {"/pause", "rpc:reload_weights", "/update_weight_version"} & set(bad.requests)
+
+
+def test_an_interrupt_while_servers_are_looked_at(
+    start: Start, steps: Steps, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(work: Any, urls: Any, *_: Any) -> Any:
+        return [work(url) for url in urls], True
+
+    monkeypatch.setattr("deltactl.server.reload.side_by_side", interrupted)
+    server = start(plugin=False)
+    done = reload_servers(steps.bucket, 3, [server.url], place, QUICK)
+    (report,) = done.replicas
+    assert done.interrupted
+    assert "interrupted before the weights were written" in str(report.error)
+    assert not place.exists()
+    assert server.live == steps.states[1]
+
+
+EMBEDDING, NORM = ("model.embed_tokens.weight", (8, 4)), ("model.norm.weight", (4,))
+
+
+def named(*rows: tuple[str, tuple[int, ...]]) -> list[TensorState]:
+    return [TensorState(name, "BF16", shape, "") for name, shape in rows]
+
+
+@pytest.mark.parametrize(
+    ("tied", "rows", "other"),
+    [
+        (False, [EMBEDDING, NORM], None),
+        (False, [], None),
+        (False, [EMBEDDING], "model.norm.weight"),
+        (False, [EMBEDDING, NORM, ("a", (1,))], "a"),
+        (False, [EMBEDDING, ("model.norm.weight", (5,))], "model.norm.weight"),
+        (False, [EMBEDDING, NORM, (HEAD, (8, 4))], HEAD),
+        (True, [EMBEDDING, NORM, (HEAD, (8, 4))], None),
+    ],
+)
+def test_which_models_are_others(
+    tied: bool, rows: list[Any], other: str | None, tmp_path: Path
+) -> None:
+    tensors = {name: random_tensor("BF16", shape, 1) for name, shape in (EMBEDDING, NORM)}
+    config = json.dumps({"text_config": {"tie_word_embeddings": tied}})
+    write_hf_directory(tmp_path / "model", tensors, shards=2, aux={"config.json": config})
+    configuration = {"model_config": {"model": str(tmp_path / "model")}}
+    if other is None:
+        check_model(configuration, named(*rows), "http://a")
+    else:
+        with pytest.raises(Conflict, match="another model") as caught:
+            check_model(configuration, named(*rows), "http://a")
+        assert caught.value.tensor == other
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "/none", ".", "/proc/1", None, 3])
+def test_a_model_that_cannot_be_seen_from_here_is_not_judged(model: Any) -> None:
+    check_model({"model_config": {"model": model}}, named(EMBEDDING), "http://a")
+    check_model({"model_config": model}, named(EMBEDDING), "http://a")
+
+
+def test_another_model_is_told_before_anything_is_fetched(
+    start: Start, place: Path, tmp_path: Path
+) -> None:
+    bucket = make_chain(
+        tmp_path, [{"model.embed_tokens.weight": random_tensor("BF16", (8, 4), n)} for n in (1, 2)]
+    )
+    server = start(plugin=False)
+    (report,) = reload_servers(bucket, 2, [server.url], place, QUICK).replicas
+    assert isinstance(report.error, Conflict)
+    assert str(server.model) in str(report.error)
+    assert not place.exists()
+    assert not {"/pause", "rpc:reload_weights"} & set(server.requests)
 
 
 def test_what_cannot_be_pulled_is_told_before_any_server_is_asked(

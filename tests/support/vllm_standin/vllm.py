@@ -141,7 +141,10 @@ class Vllm:
         return {
             "vllm_config": {
                 "weight_transfer_config": backend,
-                "model_config": {"dtype": f"torch.{self.workers.dtype}"},
+                "model_config": {
+                    "dtype": f"torch.{self.workers.dtype}",
+                    "model": str(self.workers.model),
+                },
                 "parallel_config": {
                     "worker_extension_cls": self.extension or "",
                     "data_parallel_size": self.replicas,
