@@ -12,6 +12,8 @@ from tests.support.vllm_chain import DENSE, EMPTY, TIP
 from tests.support.vllm_client import Client, phases
 from tests.support.vllm_fixtures import Recorded, Setup, assert_serves
 
+MIXTRAL = Setup("mixtral", 1, True)
+
 
 def test_weights_lie_where_they_can_be_read(vllm_client: Client, vllm_setup: Setup) -> None:
     assert vllm_client.server.rpc("test_empty_parameters") == [[]] * vllm_setup.ranks
@@ -117,3 +119,12 @@ def test_what_the_update_tells(vllm_client: Client) -> None:
         assert state["session"] is False
     vllm_client.ask("discard", id=id_)
     vllm_client.serves(1)
+
+
+@pytest.mark.parametrize("vllm_setup", [MIXTRAL], ids=str, indirect=True, scope="session")
+def test_a_mixtral(vllm_client: Client, vllm_fresh: Recorded) -> None:
+    """Experts that the checkpoint names otherwise than Qwen's. No more is tried with it."""
+    assert [state["map"]["unmapped"] for state in vllm_client.states()] == [{}]
+    for step in (3, DENSE, TIP):
+        vllm_client.update(step)
+    assert_serves(vllm_client, vllm_fresh)
