@@ -133,7 +133,8 @@ def _check_state(
     expected = "a state of the chain" if step is None else f"state {chain.state_at(step)}"
     known = engine.state in states if step is None else engine.state == chain.state_at(step)
     if not known:
-        hint = f"deltactl apply {chain.url}@{step or chain.tip} --server {server.url}"
+        wanted = chain.tip if step is None else step
+        hint = f"deltactl apply {chain.url}@{wanted} --server {server.url}"
         if _newer(chain, step):  # it may be on one of them, and would be taken back
             hint = f"deltactl verify {chain.url}"
         raise Conflict(

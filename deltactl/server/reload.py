@@ -9,6 +9,7 @@ the pause for its own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from time import monotonic
 from typing import TypeVar
 
 from deltactl.core.anchor import AnchorHeader
-from deltactl.core.chain import Chain, read_chain
+from deltactl.core.chain import Chain, Link, read_chain
+from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.digest import TensorState
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
@@ -94,10 +96,18 @@ def reload_servers(
 
 
 def _tensors(chain: Chain, step: int | None) -> tuple[TensorState, ...]:
-    """Those that the newest anchor up to a step names; a delta names what changes alone."""
-    below = [at for at in chain.starts if step is None or at <= step]
-    header = chain.starts[max(below)].header if below else None
-    return header.tensors if isinstance(header, AnchorHeader) else ()
+    """Those that the step's anchor names; none where a delta above it adds or removes some."""
+    with contextlib.suppress(DeltactlError):
+        anchor, deltas = chain.path(-1 if step is None else step)
+        if isinstance(anchor.header, AnchorHeader) and not any(map(_reshapes, deltas)):
+            return anchor.header.tensors
+    return ()
+
+
+def _reshapes(delta: Link) -> bool:
+    assert isinstance(delta.header, DeltaHeader)
+    records = delta.header.records.values()
+    return any(record.kind in ("added", "removed") or record.replaced for record in records)
 
 
 class _Reload:

@@ -209,6 +209,17 @@ def test_another_model_is_told_before_anything_is_fetched(
     assert not {"/pause", "rpc:reload_weights"} & set(server.requests)
 
 
+def test_tensors_that_a_delta_adds_are_no_other_model(
+    start: Start, place: Path, tmp_path: Path
+) -> None:
+    before = {"a": random_tensor("BF16", (8, 4), 1)}
+    bucket = make_chain(tmp_path, [before, {**before, "b": random_tensor("BF16", (4,), 2)}])
+    (tmp_path / "server").mkdir()
+    with StandIn(tmp_path / "step_2", tmp_path / "server", plugin=False) as server:
+        (report,) = reload_servers(bucket, 2, [server.url], place, QUICK).replicas
+    assert report.error is None
+
+
 def test_what_cannot_be_pulled_is_told_before_any_server_is_asked(
     start: Start, steps: Steps, place: Path
 ) -> None:
