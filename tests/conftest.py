@@ -49,6 +49,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores() + 1
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What shares a real vLLM stays together under ``--dist loadgroup``, and may take longer."""
     here = Path(__file__).parent
