@@ -4,9 +4,11 @@ import faulthandler
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from deltactl.core.parallel import cores
 from tests.support.azure_server import AzureServer, run_azure_server
 from tests.support.s3_server import S3Server, run_s3_server
 from tests.support.trained import trained_chain, trained_chain_tied
@@ -33,12 +35,33 @@ NEED_VLLM = ("loop/real", "server/real", "vllm/real")
 
 collect_ignore = list(NEED_VLLM) if vllm_is_missing() else []
 
+VLLM_LIMIT = 900
+"""Seconds for one test of those, which may have to start two servers first."""
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported, so before any test
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if collect_ignore and os.environ.get(REQUIRED):
         raise pytest.UsageError(f"{REQUIRED} is set, and vLLM is not installed")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means: one more than there are cores, as many tests wait for others."""
+    return cores() + 1
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What shares a real vLLM stays together under ``--dist loadgroup``, and may take longer."""
+    here = Path(__file__).parent
+    for item in items:
+        if not item.path.relative_to(here).as_posix().startswith(NEED_VLLM):
+            continue
+        callspec = getattr(item, "callspec", None)
+        setup = callspec.params.get("vllm_setup") if callspec else None
+        item.add_marker(pytest.mark.xdist_group(str(setup or item.path.stem)))
+        item.add_marker(pytest.mark.timeout(VLLM_LIMIT))
 
 
 _PATIENCE = 60.0  # seconds

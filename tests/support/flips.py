@@ -57,14 +57,25 @@ class _ThreadAtOnce:
         self.start = target
 
 
+# Functions, as a Mock notes every call, and there are millions.
+
+
+def _one() -> int:
+    return 1
+
+
+def _no_sync(descriptor: int) -> None:
+    pass
+
+
 @contextmanager
 def done_at_once() -> Iterator[None]:
     """No threads, and no waiting for the disk."""
     with (
         mock.patch("deltactl.core.crew.Thread", _ThreadAtOnce),
         mock.patch("deltactl.core.parallel.ThreadPoolExecutor", _AtOnce),
-        mock.patch("deltactl.core.parallel.cores", return_value=1),
-        mock.patch("os.fsync", return_value=None),
+        mock.patch("deltactl.core.parallel.cores", _one),
+        mock.patch("os.fsync", _no_sync),
     ):
         yield
 

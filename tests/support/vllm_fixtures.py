@@ -138,6 +138,13 @@ def vllm_first(vllm_live: tuple[Client, Recorded]) -> Recorded:
 def start(
     setup: Setup, chain: ModelChain, step: int, scratch: Path
 ) -> AbstractContextManager[VllmServer]:
-    """A server of a setup on a step of its chain."""
-    model = chain.checkpoints[step]
+    """A server of a setup on a step of its chain.
+
+    Wherever the step lies, the server is told the same path: vLLM looks up what it compiled by
+    that, among others, so that the setup's second server need not compile it again.
+    """
+    model = scratch / str(setup) / "model"
+    model.parent.mkdir(exist_ok=True)
+    model.unlink(missing_ok=True)
+    model.symlink_to(chain.checkpoints[step])
     return run_vllm_server(model, scratch, world_size=setup.ranks, eager=setup.eager)
