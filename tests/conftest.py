@@ -4,8 +4,11 @@ import faulthandler
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import botocore.loaders
+import botocore.session
 import pytest
 
 from deltactl.core.parallel import cores
@@ -84,6 +87,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tips are cached below the session's directory, never in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DELTACTL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_loader() -> Iterator[None]:
+    """What botocore knows of S3 is read once, not for every client, of which there are hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", cache(botocore.loaders.create_loader))
         yield
 
 

@@ -131,20 +131,20 @@ def test_nothing_is_overwritten(bucket: Bucket, tmp_path: Path, content: bytes) 
 
 def test_of_many_who_put_one_name_one_succeeds(open_at: OpenBucket, tmp_path: Path) -> None:
     count = 8
-    for turn in range(5):
-        barrier = Barrier(count)
-        paths = [source(tmp_path, bytes([n]) * 5000, f"source-{n}") for n in range(count)]
+    barrier = Barrier(count)
+    buckets = [open_at() for _ in range(count)]
+    paths = [source(tmp_path, bytes([n]) * 5000, f"source-{n}") for n in range(count)]
+    for name in (f"object-{turn}" for turn in range(5)):
 
-        def put(path: Path, barrier: Barrier = barrier, name: str = f"object-{turn}") -> bool:
-            bucket = open_at()
-            barrier.wait()
+        def put(bucket: Bucket, path: Path, name: str = name) -> bool:
+            barrier.wait(60)
             return bucket.put(name, path)
 
         with ThreadPoolExecutor(count) as pool:
-            created = list(pool.map(put, paths))
+            created = list(pool.map(put, buckets, paths))
         winners = [path.read_bytes() for path, won in zip(paths, created, strict=True) if won]
-        assert len(winners) == 1 or not open_at().atomic_create
-        assert whole(open_at(), f"object-{turn}") in winners
+        assert len(winners) == 1 or not buckets[0].atomic_create
+        assert whole(open_at(), name) in winners
 
 
 def test_what_is_not_there(bucket: Bucket, tmp_path: Path) -> None:
