@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import botocore.loaders
 import botocore.session
@@ -49,22 +50,28 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"{REQUIRED} is set, and vLLM is not installed")
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` means: one more than there are cores, as many tests wait for others."""
     return cores() + 1
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``--dist loadscope`` keeps together what shares a real vLLM."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from tests.support.scheduling import ServerScheduling
+
+    return ServerScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What shares a real vLLM stays together under ``--dist loadgroup``, and may take longer."""
+    """Tests of a real vLLM may take longer."""
     here = Path(__file__).parent
     for item in items:
-        if not item.path.relative_to(here).as_posix().startswith(NEED_VLLM):
-            continue
-        callspec = getattr(item, "callspec", None)
-        setup = callspec.params.get("vllm_setup") if callspec else None
-        item.add_marker(pytest.mark.xdist_group(str(setup or item.path.stem)))
-        item.add_marker(pytest.mark.timeout(VLLM_LIMIT))
+        if item.path.relative_to(here).as_posix().startswith(NEED_VLLM):
+            item.add_marker(pytest.mark.timeout(VLLM_LIMIT))
 
 
 _PATIENCE = 60.0  # seconds
