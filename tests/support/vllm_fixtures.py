@@ -141,7 +141,7 @@ def start(
     """A server of a setup on a step of its chain.
 
     Wherever the step lies, the server is told the same path: vLLM looks up what it compiled by
-    that, among others, so that the setup's second server need not compile it again.
+    that, among others, so that the setup's second server finds some of what the first has made.
     """
     model = scratch / str(setup) / "model"
     model.parent.mkdir(exist_ok=True)
