@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 _THREADS_MAX = 16  # more wait for the same memory
 _LEAST = 1 << 14  # elements that are worth a thread
-_CACHED = 1 << 12  # elements whose cache lines, of 64 bytes each, a processor's own cache holds
+_CACHED = 1 << 14  # elements whose cache lines, of 64 bytes each, are in a cache for a while
 _PIECE = 1 << 22  # elements that torch sums at a time: each takes about 50 bytes meanwhile
 _INT32_MAX = (1 << 31) - 1
 

@@ -70,13 +70,13 @@ def change(source: Path, target: Path, share: float, seed: int) -> int:
 @contextmanager
 def _memory(server: VllmServer, found: Found) -> Iterator[None]:
     """Note what the largest process holds meanwhile."""
-    done = threading.Event()
+    done, processes = threading.Event(), server.processes()
 
     def held() -> int:
-        return max((_anonymous(pid) for pid in server.processes()), default=0)
+        return max(map(_anonymous, processes))
 
     def watch() -> None:
-        while not done.wait(0.01):
+        while not done.wait(0.02):
             found.peak = max(found.peak, held())
 
     found.before = held()

@@ -16,7 +16,7 @@ from deltactl.core.header_reader import HeaderReader
 from deltactl.core.publish import push
 from tests.support.chains import Tensors, write
 from tests.support.checkpoints import random_tensor, write_safetensors
-from tests.support.remote import RemoteBucket
+from tests.support.remote import RemoteBucket, meeting
 
 LINKS = 200
 TENSORS = 90  # changed ones: their rows make a header of more than the first guess
@@ -58,6 +58,7 @@ def test_a_chain_of_200_links_takes_hardly_more_than_its_headers(long_chain: Pat
     sizes = header_sizes(bucket)
     assert len(sizes) == LINKS - 1
     assert min(sizes) > 1 << 13, "or nothing is learned"
+    bucket.faults = [meeting(bucket)]
     chain = read_chain(bucket)
     assert (len(chain.links), chain.problems, chain.tip) == (LINKS, (), LINKS)
     anchor = next(size for name, _, size in bucket.reads if name.startswith("anchors/"))
@@ -67,7 +68,6 @@ def test_a_chain_of_200_links_takes_hardly_more_than_its_headers(long_chain: Pat
     assert LINKS + 1 <= chain.requests <= LINKS + 1 + bucket.jobs
     assert chain.bytes_read == bucket.bytes_read
     assert chain.bytes_read <= anchor + sum(-(-size // 4096) * 4096 for size in sizes)
-    assert bucket.most_at_once > 1
 
 
 def test_one_at_a_time_learns_from_the_first(long_chain: Path) -> None:

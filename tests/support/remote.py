@@ -133,6 +133,19 @@ def flipping(on: str, at: int) -> Fault:
     return fault
 
 
+def meeting(bucket: RemoteBucket) -> Fault:
+    """No answer comes before two requests have been under way at once."""
+    met = threading.Event()
+
+    def fault(name: str, start: int, data: bytes) -> bytes:
+        if bucket.at_once > 1:
+            met.set()
+        assert met.wait(60), "no other request is under way"
+        return data
+
+    return fault
+
+
 def cutting(on: str, size: int) -> Fault:
     """Such an object ends after ``size`` bytes."""
 
