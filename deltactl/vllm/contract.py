@@ -75,12 +75,9 @@ class Staged(Protocol):
         """Touch sums over all elements of each tensor once this is written; ``before``: now."""
         ...
 
-    def check(self) -> bool:
-        """Whether the live bits are the old ones."""
-        ...
-
-    def write(self) -> bool:
-        """Make the live bits the new ones; whether they read back as those."""
+    def replace(self) -> bool:
+        """Where the live bits are the old ones make them the new ones, and read them back; else
+        False, and they are as they were. After whatever it raises ``roll_back`` is called."""
         ...
 
     def roll_back(self) -> bool:

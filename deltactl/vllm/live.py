@@ -21,6 +21,7 @@ from torch import Tensor
 
 from deltactl.core import bits as core_bits
 from deltactl.core import native
+from deltactl.core.errors import DeltactlError
 from deltactl.vllm import cores
 from deltactl.vllm.regions import Positions, Region, pieces
 from deltactl.vllm.weight_map import Storage, WeightMap
@@ -32,9 +33,10 @@ R = TypeVar("R")
 
 _THREADS_MAX = 16  # more wait for the same memory
 _LEAST = 1 << 14  # elements that are worth a thread
-_CACHED = 1 << 14  # elements whose cache lines, of 64 bytes each, are in a cache for a while
 _PIECE = 1 << 22  # elements that torch sums at a time: each takes about 50 bytes meanwhile
 _INT32_MAX = (1 << 31) - 1
+
+LOST = "what was written did not read back"
 
 
 # Single storages.
@@ -115,7 +117,6 @@ class Patches:
             self._old = _shares(rows)
             rows = [_row(patch.storage, patch.positions, patch.new) for patch in self._patches]
             self._new = _shares(rows)
-            self._new_blocks = [_cut(share.tolist(), _CACHED) for share in self._new]
 
     @property
     def elements(self) -> int:
@@ -139,12 +140,31 @@ class Patches:
             return all(_on_all_cores(_kernel().holds, self._new))
         return self._hold([patch.new for patch in self._patches])
 
-    def write_new(self) -> bool:
-        """Write the new bits and read them back; whether they are there."""
-        if self._native:
-            return all(_on_all_cores(_put_and_read_back, self._new_blocks))
+    def replace(self) -> bool:
+        """Where every live bit at the positions is the old one, write the new ones and read them
+        back. Else False, and all is as it was.
+
+        Raises DeltactlError where they do not read back; ``write_old`` then writes the old ones.
+        """
+        if not self._native:
+            return self._replace()
+        pairs = list(zip(self._old, self._new, strict=True))
+        done = _on_all_cores(lambda pair: _kernel().replace(*pair), pairs)
+        if min(done) < 0:
+            raise DeltactlError(LOST)
+        if sum(done) == self.elements:
+            return True
+        written = [_first(share, n) for share, n in zip(self._old, done, strict=True)]
+        _on_all_cores(_kernel().put, written)
+        return False
+
+    def _replace(self) -> bool:
+        if not self.is_old():
+            return False
         self._put([patch.new for patch in self._patches])
-        return self.is_new()
+        if not self.is_new():
+            raise DeltactlError(LOST)
+        return True
 
     def write_old(self) -> None:
         """Write the old bits back."""
@@ -334,34 +354,27 @@ def _row(storage: Storage, positions: Tensor, values: Tensor) -> list[int]:
 def _shares(rows: Sequence[list[int]]) -> list[Rows]:
     """Rows of the kernel dealt out to threads, cut so that each gets as many positions."""
     total = sum(row[3] for row in rows)
-    return _cut(rows, max(_LEAST, -(-total // _threads())))
-
-
-def _cut(rows: Iterable[list[int]], size: int) -> list[Rows]:
-    """Rows of the kernel in lots of ``size`` positions."""
+    share = max(_LEAST, -(-total // _threads()))
     found: list[list[list[int]]] = [[]]
-    left = size
+    left = share
     for elements, positions, values, count, width, step in rows:
         while count:
             if not left:
                 found.append([])
-                left = size
+                left = share
             n = min(count, left)
             found[-1].append([elements, positions, values, n, width, step])
             positions, values = positions + n * step, values + n * width
             count, left = count - n, left - n
-    return [np.array(lot, np.int64).reshape(-1, 6) for lot in found]
+    return [np.array(share, np.int64).reshape(-1, 6) for share in found]
 
 
-def _put_and_read_back(blocks: Sequence[Rows]) -> bool:
-    """Block by block, while its lines are in the cache: to fetch them once more takes as long as
-    to write them."""
-    kernel = _kernel()
-    for block in blocks:
-        kernel.put(block)
-        if not kernel.holds(block):
-            return False
-    return True
+def _first(rows: Rows, count: int) -> Rows:
+    """Rows of the kernel up to so many positions."""
+    before = np.cumsum(rows[:, 3]) - rows[:, 3]
+    found = rows.copy()
+    found[:, 3] = np.clip(count - before, 0, rows[:, 3])
+    return found
 
 
 @cache

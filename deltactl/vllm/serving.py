@@ -36,6 +36,8 @@ from deltactl.vllm.update import STEADY, Update, checked_request, gist, phases, 
 REPAIR = "deltactl apply BUCKET@STEP --server URL --repair"
 """What mends a server whose weights are in doubt."""
 
+_ANOTHER_REFUSED = "another rank refused the update"
+
 
 class Serving(Served):
     """One rank of a server: what it serves, and the update under way."""
@@ -153,20 +155,16 @@ class Serving(Served):
     def commit(self, id_: str) -> None:
         """Collective, in the pause: write on all ranks, or on none."""
         update = self._update if self._update is not None and self._update.id == id_ else None
-        error, standing = None, 0  # 0: may not, 1: nothing to do, 2: will
-        try:
-            if update is None:
-                raise NotFound("no such update is staged on this rank", found=id_)
-            if update.phase in ("committed", "already"):
-                standing = 1
-            elif update.phase != "ready":
-                raise Conflict("the update is not ready", found=f"{id_}: {update.phase}")
-            else:
-                standing = 2 if self._timed(update, "check", _staged(update).check) else 0
-                if not standing:
-                    raise Conflict("the live weights are not those that the update stands on")
-        except Exception as raised:
-            standing, error = 0, wrapped(raised, "the live weights could not be checked")
+        error: DeltactlError | None = None
+        standing = 0  # 0: may not, 1: nothing to do, 2: will
+        if update is None:
+            error = NotFound("no such update is staged on this rank", found=id_)
+        elif update.phase in ("committed", "already"):
+            standing = 1
+        elif update.phase == "ready":
+            standing = 2
+        else:
+            error = Conflict("the update is not ready", found=f"{id_}: {update.phase}")
         least = self._peers.least(standing)
         if least == 2 and update is not None:
             self._write(update)
@@ -174,36 +172,40 @@ class Serving(Served):
         with self._lock:
             self._error = error or self._error
             if update is not None and update.phase == "ready":
-                update.end("refused", error or DeltactlError("another rank refused the update"))
+                update.end("refused", error or DeltactlError(_ANOTHER_REFUSED))
 
     def _write(self, update: Update) -> None:
-        """Every rank has checked: write and read back, and take it back if any rank failed.
+        """All ranks are ready: replace the bits, and take it back if any rank did not.
 
         What is not foreseen, as that a rank is gone, leaves weights that nobody knows.
         """
         try:
-            self._write_or_restore(update)
+            self._replace_or_restore(update)
         except Exception as raised:
             with self._lock:
                 self._poisoned_by(update, wrapped(raised, "the ranks could not agree"))
 
-    def _write_or_restore(self, update: Update) -> None:
+    def _replace_or_restore(self, update: Update) -> None:
         staged, error = _staged(update), None
+        done = 0  # 0: failed, 1: refused and left as it was, 2: replaced
         try:
-            if not self._timed(update, "write", staged.write):
-                raise DeltactlError("what was written did not read back")
+            done = 2 if self._timed(update, "write", staged.replace) else 1
         except Exception as raised:
             error = wrapped(raised, "the weights could not be written")
-        if self._peers.least(0 if error else 1):
+        least = self._peers.least(done)
+        if least == 2:
             with self._lock:
                 self._take_over(update, "committed")
             return
-        error = error or DeltactlError("another rank could not write its part")
-        restored = self._peers.least(self._restored(staged))
+        if done == 1:
+            error = Conflict("the live weights are not those that the update stands on")
+        another = _ANOTHER_REFUSED if least == 1 else "another rank could not write its part"
+        error = error or DeltactlError(another)
+        restored = self._peers.least(1 if done == 1 else self._restored(staged))
         with self._lock:
             if restored:
                 self._error = error
-                update.end("rolled_back", error)
+                update.end("refused" if least == 1 else "rolled_back", error)
             else:
                 self._poisoned_by(update, error)
 

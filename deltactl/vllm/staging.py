@@ -3,7 +3,7 @@
 ``stage`` lays out what a run of links changes: positions in live storages, the old bits and the
 new. ``stage_full`` does so for a whole checkpoint, whatever is live. Both write nothing, and have
 checked all that one rank can check alone; ``Staged.sums`` is for the ranks to check together. What
-is left for the pause is to compare, write and compare again.
+is left for the pause is to compare, write and read back.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from deltactl.core.bits import Bits, Positions, elements
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
 from deltactl.core.encoding import encoding_named
-from deltactl.core.errors import Conflict, Unsupported
+from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.core.header import utf8
 from deltactl.core.parallel import map_largest_first
 from deltactl.vllm import live
 from deltactl.vllm.identity import file_times, unwritten_since
-from deltactl.vllm.merging import check_form, layers_of
+from deltactl.vllm.merging import Flags, check_form, layers_of
 from deltactl.vllm.regions import TensorSpec
 from deltactl.vllm.stretches import Scattered, Stretch, differences
 from deltactl.vllm.sums import Sums
@@ -63,20 +63,22 @@ class Staged:
         """Memory that is held for it, on the device and on the host."""
         return self.patches.nbytes + sum(stretch.nbytes for stretch in self.stretches)
 
-    def check(self) -> bool:
-        """Whether the live bits are those that were found when this was staged, exactly, where
-        they were kept; and whether the files that new bits come from are as they were."""
-        stand = self._sources_stand() and self.patches.is_old()
-        return stand and all(stretch.is_old() for stretch in self.stretches)
+    def replace(self) -> bool:
+        """Where the live bits are those that were found when this was staged, exactly, write the
+        new ones and read them back. Else False, and all is as it was; also where the files that
+        new bits come from are not as they were. Old bits that were not kept are not compared.
 
-    def write(self) -> bool:
-        """Write the new bits; whether they read back, exactly. If not, or after a failure in the
-        middle, ``roll_back`` puts the old ones back, whatever has been written."""
-        good = self.patches.write_new()
+        Raises DeltactlError where they do not read back. Then, and after a failure in the middle,
+        ``roll_back`` puts the old ones back, whatever has been written.
+        """
+        stand = self._sources_stand() and all(stretch.is_old() for stretch in self.stretches)
+        if not (stand and self.patches.replace()):
+            return False
         for stretch in self.stretches:
             stretch.write_new()
-        # Again where there are stretches: one may lie where another tensor's elements do.
-        return good and (not self.stretches or self.verify())
+        if self.stretches and not self.verify():
+            raise DeltactlError(live.LOST)
+        return True
 
     def verify(self) -> bool:
         """Whether the live bits are the new ones, exactly."""
@@ -249,7 +251,8 @@ def _patches(storages: Sequence[Storage], found: Iterable[StagedTensor]) -> live
         if np.any(positions[1:] <= positions[:-1]):
             order = np.argsort(positions)
             positions, old, new = positions[order], old[order], new[order]
-            _check_shared(storage, positions, new)
+            once = _once(storage, positions, new)
+            positions, old, new = positions[once], old[once], new[once]
         patches.append(
             live.Patch(
                 storage,
@@ -261,9 +264,11 @@ def _patches(storages: Sequence[Storage], found: Iterable[StagedTensor]) -> live
     return live.Patches(patches)
 
 
-def _check_shared(storage: Storage, positions: Positions, new: Bits) -> None:
-    """Raise Unsupported where two tensors that lie in the same elements become different."""
-    differ = (positions[1:] == positions[:-1]) & (new[1:] != new[:-1])
+def _once(storage: Storage, positions: Positions, new: Bits) -> Flags:
+    """One of each position, of which there are more where tensors lie in the same elements. Raises
+    Unsupported where such tensors become different."""
+    again = positions[1:] == positions[:-1]
+    differ = again & (new[1:] != new[:-1])
     if differ.any():
         raise Unsupported(
             "two tensors of the checkpoint share their elements in the model that is served, and "
@@ -271,3 +276,4 @@ def _check_shared(storage: Storage, positions: Positions, new: Bits) -> None:
             found=f"element {int(positions[1:][differ][0])} of {storage.name}",
             hint="pull the step, and start the server anew on it",
         )
+    return np.concatenate((np.ones(1, np.bool_), ~again))

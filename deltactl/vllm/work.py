@@ -13,7 +13,7 @@ import numpy as np
 
 from deltactl.bucket import open_bucket
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.errors import Conflict, Unsupported
+from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.core.store import Bucket
 from deltactl.vllm import host, live, staging
 from deltactl.vllm.contract import Identity, Tell, Values
@@ -285,19 +285,16 @@ class Prepared:
             found[name] = new if row.record.whole else (found[name] - old + new) % (1 << 64)
         return found
 
-    def check(self) -> bool:
+    def replace(self) -> bool:
         """See contract.Staged."""
-        return self.staged.check()
-
-    def write(self) -> bool:
-        """See contract.Staged."""
-        if not self.staged.write():
+        if not self.staged.replace():
             return False
-        if self.reload is None:
-            return True
-        self.reloading = True
-        self.reload()
-        return self.staged.verify()
+        if self.reload is not None:
+            self.reloading = True
+            self.reload()
+            if not self.staged.verify():
+                raise DeltactlError(live.LOST)
+        return True
 
     def roll_back(self) -> bool:
         """See contract.Staged."""

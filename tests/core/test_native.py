@@ -305,6 +305,43 @@ def test_holds_sees_one_bit_in_any_place_of_any_row() -> None:
     assert kernel.holds(rows[:0])
 
 
+@pytest.mark.parametrize("place", [np.array, unaligned])
+@pytest.mark.parametrize("wide", [np.int32, np.int64])
+@pytest.mark.parametrize("dtype", ["I8", "BF16", "F32", "I64"])
+def test_replace(dtype: str, wide: Any, place: Any) -> None:
+    """All of it, or up to a place before the first element that is another."""
+    kernel, random = need_kernel(), np.random.default_rng(0)
+    for size in (1, 9, 1000, 5000):
+        live, at = place(elements(dtype, size)), random.permutation(size).astype(wide)
+        at = np.ascontiguousarray(at[: max(1, size // 2)])
+        start, old = live.copy(), place(live[at])
+        new = place(~old)
+        half = at.size // 2
+        parts = [slice(0, half), slice(half, at.size)]
+        before = np.concatenate([rows_of(live, at[part], old[part]) for part in parts])
+        after = np.concatenate([rows_of(live, at[part], new[part]) for part in parts])
+        for wrong in {0, half, at.size - 1, int(random.integers(at.size))}:
+            live[at[wrong]] ^= 1
+            expected = live.copy()
+            done = kernel.replace(before, after)
+            assert 0 <= done <= wrong
+            expected[at[:done]] = new[:done]
+            assert np.array_equal(live, expected)
+            live[:] = start
+        assert kernel.replace(before, after) == at.size
+        start[at] = new
+        assert np.array_equal(live, start)
+        assert kernel.replace(before[:0], after[:0]) == 0
+
+
+def test_replace_tells_of_a_write_that_is_lost() -> None:
+    """Of two writes to one element the second is one to it."""
+    kernel, live = need_kernel(), np.zeros(4, np.uint16)
+    at = np.array([1, 2, 2], np.int64)
+    old, new = np.zeros(3, np.uint16), np.array([5, 6, 7], np.uint16)
+    assert kernel.replace(rows_of(live, at, old), rows_of(live, at, new)) == -1
+
+
 @pytest.mark.parametrize("dtype", ["I8", "BF16", "F32", "I64"])
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 1, 4, 3), (1,) * 15 + (2,)])
 def test_rectangle(dtype: str, shape: tuple[int, ...]) -> None:

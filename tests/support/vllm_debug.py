@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from deltactl.core.errors import Transient
+from deltactl.core.errors import DeltactlError, Transient
 from deltactl.vllm import live
 from deltactl.vllm.worker import WorkerExtension
 
@@ -44,15 +45,14 @@ class DebugExtension(WorkerExtension):
 
     def test_break(self, points: list[str], rank: int) -> None:
         """Of the update that is staged the parts named fail on that rank: "write" half-way,
-        "read back" and "check" say no, "roll_back" does nothing and says so."""
+        "read back" after it, "check" says no, "roll_back" does nothing and says so."""
         if self.rank != rank:
             return
         prepared = self.weight_transfer_engine.serving._update.staged
-        write = prepared.write
         broken: Mapping[str, tuple[str, Callable[[], bool]]] = {
-            "write": ("write", lambda: _write_half(prepared)),
-            "read back": ("write", lambda: write() and False),
-            "check": ("check", lambda: False),
+            "write": ("replace", lambda: _write_half(prepared)),
+            "read back": ("replace", partial(_lose, prepared.replace)),
+            "check": ("replace", lambda: False),
             "roll_back": ("roll_back", lambda: False),
         }
         for point in points:
@@ -87,3 +87,8 @@ def _write_half(prepared: Any) -> bool:
         half = len(patch.positions) // 2
         live.scatter(patch.storage, patch.positions[:half], patch.new[:half])
     raise MemoryError("made to fail half-way by a test")
+
+
+def _lose(replace: Callable[[], bool]) -> bool:
+    replace()
+    raise DeltactlError(live.LOST)

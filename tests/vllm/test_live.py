@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from deltactl.core import bits as core_bits
 from deltactl.core import native
+from deltactl.core.errors import DeltactlError
 from deltactl.vllm import live
 from deltactl.vllm.live import Patch, Patches
 from deltactl.vllm.regions import MappedTensor, Region, TensorSpec, pieces, region
@@ -98,11 +99,10 @@ def test_patches_over_many_storages(data: st.DataObject) -> None:
     seed = data.draw(st.integers(0, 1 << 20))
     sizes = data.draw(st.lists(st.tuples(st.sampled_from(list(DTYPES)), st.integers(1, 300))))
     share, threads = data.draw(st.integers(1, 200)), data.draw(st.integers(1, 4))
-    block, wide = data.draw(st.integers(1, 50)), data.draw(st.booleans())
+    wide = data.draw(st.booleans())
     for by_kernel in ways:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live, "_LEAST", share)
-            patch.setattr(live, "_CACHED", block)
             patch.setattr(live, "_threads", lambda: threads)
             if not by_kernel:
                 patch.setattr(native, "KERNEL", None)
@@ -125,7 +125,7 @@ def _write_and_take_back(held: list[Storage], seed: int, wide: bool) -> None:
     assert made.elements == sum(len(patch.positions) for patch in patches)
     assert made.is_old()
     assert made.is_new() is not some_change
-    assert made.write_new()
+    assert made.replace()
     assert all(map(np.array_equal, map(bits, held), after))
     assert made.is_new()
     assert made.is_old() is not some_change
@@ -134,26 +134,39 @@ def _write_and_take_back(held: list[Storage], seed: int, wide: bool) -> None:
     assert made.is_old()
 
 
-@pytest.mark.parametrize("lost", range(5))
-def test_a_write_that_is_lost_is_told(lost: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of the elements keeps its old bits."""
+@pytest.mark.parametrize("share", [1, 3, 1 << 14])
+@pytest.mark.parametrize("wrong", range(3000, 5000, 401))
+def test_where_one_bit_is_another_all_stays_as_it_is(
+    wrong: int, share: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what was replaced before that was seen, by whichever thread."""
+    monkeypatch.setattr(live, "_LEAST", share)
+    monkeypatch.setattr(live, "_threads", lambda: 3)
+    held = [storage(2, 9000, 1), storage(4, 3000, 2)]
+    made = []
+    for one in held:
+        at = live.positions_in(one, np.arange(0, len(bits(one)), 2))
+        old = live.gather(one, at)
+        made.append(Patch(one, at, old, ~old))
+    patches = Patches(made)
+    bits(held[0])[2 * (wrong // 2)] ^= 1
+    before = [bits(one).copy() for one in held]
+    assert not patches.replace()
+    assert all(map(np.array_equal, map(bits, held), before))
+    bits(held[0])[2 * (wrong // 2)] ^= 1
+    assert patches.replace()
+    assert patches.is_new()
+
+
+def test_a_write_that_is_lost_is_told(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     held = storage(2, 20)
     at = live.positions_in(held, np.arange(0, 20, 4))
     old = live.gather(held, at)
-    monkeypatch.setattr(live, "_CACHED", 2)
     patches = Patches([Patch(held, at, old, ~old)])
-
-    def without(write: Callable[..., Any]) -> Callable[..., Any]:
-        def partly(*arguments: Any) -> Any:
-            result = write(*arguments)
-            held.bits[4 * lost] = old[lost]
-            return result
-
-        return partly
-
-    monkeypatch.setattr(native.Kernel, "put", without(native.Kernel.put))
-    monkeypatch.setattr(Patches, "_put", without(Patches._put))
-    assert not patches.write_new()
+    monkeypatch.setattr(native.Kernel, "replace", lambda *_: -1)
+    monkeypatch.setattr(Patches, "_put", lambda *_: None)
+    with pytest.raises(DeltactlError, match="did not read back"):
+        patches.replace()
 
 
 def test_what_is_held_for_patches_is_counted(way: str) -> None:

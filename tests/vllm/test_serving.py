@@ -127,15 +127,15 @@ class ToyStaged:
         assert self._full or before[NAME] == old
         return {NAME: new}
 
-    def check(self) -> bool:
-        self._toy.calls.append("check")
-        return "check" not in self._toy.breaks and np.array_equal(self._toy.live, self._old)
-
-    def write(self) -> bool:
+    def replace(self) -> bool:
+        if "check" in self._toy.breaks or not np.array_equal(self._toy.live, self._old):
+            self._toy.calls.append("refused")
+            return False
         self._toy.live[: self._toy.live.size // 2] = self._new[: self._toy.live.size // 2]
         self._toy.reach("write")
         self._toy.live[:] = self._new
-        return "read back" not in self._toy.breaks
+        self._toy.reach("read back")
+        return True
 
     def roll_back(self) -> bool:
         self._toy.calls.append("roll_back")
@@ -233,7 +233,7 @@ def test_an_update_from_stage_to_done(server: Ranks) -> None:
         assert (state["step"], state["state"], state["bucket"]) == (2, hex_of(2), "/b")
         update = state["update"]
         assert update["reloaded"] == ["a", "b"]
-        assert update["seconds"].keys() == {"fetch", "stage", "check", "write"}
+        assert update["seconds"].keys() == {"fetch", "stage", "write"}
         assert update["error"] is state["error"] is state["poisoned"] is None
     done = server.each(lambda rank: rank.done("u"))
     assert [state["update"] for state in done] == [None] * len(done)
@@ -358,9 +358,25 @@ def test_live_weights_that_changed_since_they_were_staged(pair: Ranks, rank: int
     pair.stage()
     pair.seal()
     pair.toys[rank].live[5] ^= 1
+    before = [toy.live.copy() for toy in pair.toys]
     assert pair.commit() == ["refused", "refused"]
-    assert all("write" not in toy.calls for toy in pair.toys)
-    assert [state["step"] for state in pair.states()] == [1, 1]
+    assert all(np.array_equal(toy.live, bits) for toy, bits in zip(pair.toys, before, strict=True))
+    assert "roll_back" not in pair.toys[rank].calls, "it would write over what it does not know"
+    errors = [state["update"]["error"] for state in pair.states()]
+    assert "not those that the update stands on" in errors[rank]["what"]
+    assert errors[1 - rank]["what"] == "another rank refused the update"
+    assert [(state["step"], state["poisoned"]) for state in pair.states()] == [(1, None)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_refuses_and_another_fails(pair: Ranks, rank: int) -> None:
+    pair.stage()
+    pair.seal()
+    pair.toys[rank].breaks.add("check")
+    pair.toys[1 - rank].breaks.add("write")
+    assert pair.commit() == ["rolled_back", "rolled_back"]
+    assert pair.serves() == 1
+    assert "roll_back" not in pair.toys[rank].calls
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -18,7 +18,7 @@ from deltactl.core import native
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
 from deltactl.core.encoding import ENCODINGS
-from deltactl.core.errors import Conflict, Malformed, Unsupported
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unsupported
 from deltactl.core.identity import state_of
 from deltactl.vllm import live, stretches
 from deltactl.vllm.staging import Staged, needs_base, stage, stage_full
@@ -124,12 +124,10 @@ def test_what_links_lead_to_is_live_exactly_and_taken_back_exactly(
     assert hold(ranks, states[0])
     assert judged(found) == "ready"
     for one in found:
-        assert one.check()
-        assert one.write()
+        assert one.replace()
     assert hold(ranks, states[-1])
     for one in found:
         assert one.roll_back()
-        assert one.check()
     assert hold(ranks, states[0])
     for path in place.iterdir():
         path.unlink()
@@ -158,8 +156,7 @@ def test_tensors_carried_whole_between_sparse_ones(tmp_path: Path) -> None:
             found = [staged(rank, deltas[first:last]) for rank in ranks]
             assert judged(found) == "ready"
             for one in found:
-                assert one.check()
-                assert one.write()
+                assert one.replace()
             assert hold(ranks, states[last])
             assert all(one.roll_back() for one in found)
             assert hold(ranks, states[first])
@@ -198,8 +195,7 @@ def test_no_links_and_links_without_changes(tmp_path: Path) -> None:
         )  # fmt: skip
         assert (found.elements, found.nbytes) == (0, 0)
         assert judged([found]) == "ready"
-        assert found.check()
-        assert found.write()
+        assert found.replace()
         assert found.roll_back()
         assert rank.holds(before)
 
@@ -232,7 +228,7 @@ def test_a_single_wrong_bit_is_told_with_its_tensor_and_step(tmp_path: Path) -> 
                 judged([staged(rank, deltas) for rank in ranks])
             assert error.value.tensor == f"{kind}.weight"
             assert error.value.hint is not None
-            assert not found.check()
+            assert not found.replace()
 
 
 def changed_in(found: Staged, rank: Rank, name: str) -> list[tuple[Any, int]]:
@@ -415,7 +411,7 @@ def test_a_tensor_that_only_one_rank_has_is_as_good(tmp_path: Path) -> None:
     found = [staged(rank, deltas) for rank in ranks]
     assert judged(found) == "ready"
     for one in found:
-        one.write()
+        assert one.replace()
     for rank, part in zip(ranks, parts, strict=True):
         assert rank.holds({name: after[name] for name in part})
 
@@ -432,7 +428,7 @@ def test_tensors_out_of_the_map_are_listed_if_they_change(tmp_path: Path) -> Non
     assert (found.reload, found.ignored) == (("norm.weight",), ("turned.weight",))
     assert {row.record.name for row in found.sums.rows} == {"columns.weight", "twice.weight"}
     assert judged([found]) == "ready"
-    found.write()
+    assert found.replace()
     kept = {name: after[name] for name in ("columns.weight", "twice.weight")}
     assert rank.holds({**before, **kept})
 
@@ -450,7 +446,6 @@ def test_tensors_that_share_elements_may_not_become_different(tmp_path: Path) ->
         after = {**before, "norm.weight": norm, "norm.twin": twin}
         found = staged(rank, links(tmp_path / name, [before, after]))
         assert judged([found]) == "ready"
-        assert found.check()
         return found
 
     def flipped(start: int, bit: int) -> Spec:
@@ -463,12 +458,13 @@ def test_tensors_that_share_elements_may_not_become_different(tmp_path: Path) ->
     whole = random_tensor("BF16", (48,), 3)
     for number, alike in enumerate((sparse, whole)):
         found = next_to(f"alike {number}", alike, alike)
-        assert found.write()
+        assert found.replace()
         assert found.roll_back()
     with pytest.raises(Unsupported, match="share their elements"):
         next_to("apart", sparse, other)
     found = next_to("apart as a whole", sparse, whole)
-    assert not found.write()
+    with pytest.raises(DeltactlError, match="did not read back"):
+        found.replace()
     assert found.roll_back()
     assert rank.holds(before)
 
@@ -485,10 +481,11 @@ def test_live_bits_that_change_after_staging_are_seen(tmp_path: Path) -> None:
         found = staged(rank, deltas)
         for memory, at in places_of(found, rank):
             memory[at] ^= 1
-            assert not found.check()
+            before = [bits.copy() for bits in rank.memory]
+            assert not found.replace()
+            assert all(map(np.array_equal, rank.memory, before)), "as it was, the other bit too"
             memory[at] ^= 1
-            assert found.check()
-        found.write()
+        assert found.replace()
         for memory, at in places_of(found, rank):
             memory[at] ^= 1
             assert not found.verify()
@@ -523,14 +520,17 @@ def dying_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         half()
         raise Died
 
-    real_put, real_region = native.Kernel.put, live.write_region
+    real_replace, real_region = native.Kernel.replace, live.write_region
 
-    def put(kernel: native.Kernel, rows: Any) -> bool:
-        for row in rows:
+    def replaced(kernel: native.Kernel, before: Any, after: Any) -> int:
+        for row, other in zip(before, after, strict=True):
             half = row.copy()
             half[3] = -(-half[3] // 2)
-            count(partial(real_put, kernel, row[None]), partial(real_put, kernel, half[None]))
-        return True
+            count(
+                partial(real_replace, kernel, row[None], other[None]),
+                partial(real_replace, kernel, half[None], other[None]),
+            )
+        return int(before[:, 3].sum())
 
     def region(storage: Any, region: Any, source: Any) -> None:
         (part, *_) = stretches.pieces(region, max(1, region.count // 2))
@@ -538,7 +538,7 @@ def dying_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: real_region(storage, region, source), lambda: real_region(storage, part, source)
         )
 
-    monkeypatch.setattr(native.Kernel, "put", put)
+    monkeypatch.setattr(native.Kernel, "replace", replaced)
     monkeypatch.setattr(live, "write_region", region)
 
 
@@ -559,12 +559,12 @@ def test_a_fault_at_every_write_is_taken_back(
         with monkeypatch.context() as patch:
             dying_after(done, patch)
             with pytest.raises(Died):
-                found.write()
+                found.replace()
         assert not rank.holds(states[-1])
         assert not found.verify()
         assert found.roll_back()
         assert rank.holds(states[0])
-    assert found.write()
+    assert found.replace()
     assert rank.holds(states[-1])
 
 
@@ -595,8 +595,7 @@ def test_a_repair_trusts_nothing(live_share: float, world: int, tmp_path: Path) 
         for rank in ranks:
             found = full(rank, checkpoint)
             assert found.full
-            assert found.check()
-            assert found.write()
+            assert found.replace()
             assert rank.holds(wanted)
             again = full(rank, checkpoint)
             assert (again.elements, again.nbytes) == (0, 0)
@@ -615,7 +614,7 @@ def test_a_repair_holds_in_memory_what_differs_if_that_is_little(tmp_path: Path)
         assert found.patches.elements == 60
         assert found.nbytes == 60 * 8
         assert [stretch.elements for stretch in found.stretches] == [3000]
-        found.write()
+        assert found.replace()
         assert rank.holds(wanted)
         assert not found.roll_back()  # of the stretch nothing was kept
 
@@ -627,7 +626,7 @@ def test_a_repair_of_little_can_be_taken_back(tmp_path: Path) -> None:
     (rank,) = make_ranks(broken)
     with open_checkpoint(path) as checkpoint:
         found = full(rank, checkpoint)
-        found.write()
+        assert found.replace()
         assert found.roll_back()
         assert rank.holds(broken)
 
@@ -643,26 +642,38 @@ def test_a_repair_after_a_fault_in_the_middle(
         with monkeypatch.context() as patch:
             dying_after(2, patch)
             with pytest.raises(Died):
-                found.write()
+                found.replace()
         assert not found.verify()
         again = full(rank, checkpoint)
-        assert again.write()
+        assert again.replace()
     assert rank.holds(wanted)
 
 
-def test_a_repair_from_files_that_are_written_to_meanwhile(tmp_path: Path) -> None:
+def test_a_repair_from_files_that_are_written_to_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the pause nothing is written any more; in it, what was written is not believed."""
     wanted = tensors_of("BF16")
     path = write_safetensors(tmp_path / "wanted.safetensors", wanted)
-    (rank,) = make_ranks(following(wanted, 1.0, 3))
+    broken = following(wanted, 1.0, 3)
+    (rank,) = make_ranks(broken)
     with open_checkpoint(path) as checkpoint:
-        found = full(rank, checkpoint)
+        found, write = full(rank, checkpoint), live.write_region
+
+        def write_as_the_file_changes(*arguments: Any) -> None:
+            write(*arguments)
+            flip_bit(path, path.stat().st_size - 1)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(live, "write_region", write_as_the_file_changes)
+            with pytest.raises(DeltactlError, match="did not read back"):
+                found.replace()
+        rank.load(broken)
+        assert not found.replace()
+        assert rank.holds(broken)
         path.rename(tmp_path / "aside")
-        path.write_bytes(b"another")  # what is mapped has lost its name, and stays as it is
-        assert found.check()
-        (tmp_path / "aside").rename(path)
-        flip_bit(path, path.stat().st_size - 1)
-        assert not found.check()
-        assert not found.write()
+        path.write_bytes(b"another")  # what is mapped has lost its name, and nobody writes to it
+        assert found.replace()
 
 
 def test_a_repair_with_another_models_step(tmp_path: Path) -> None:

@@ -123,8 +123,7 @@ def _patch(found: WeightMap, name: str, at: Any, old: Any, new: Any) -> int:
             live.to_device(storage, new[located.chosen]),
         )
         patches = live.Patches([one])
-        assert patches.is_old()
-        patches.write_new()
+        assert patches.replace()
         assert patches.is_new()
         written += patches.elements
     return written

@@ -17,7 +17,7 @@ import numpy.typing as npt
 LIBRARY = "kernel.shared"
 """The file beside this one that .ci/build_hook.py compiles from kernel.c; not a name to import."""
 
-_VERSION = 3  # of the functions' signatures: as deltactl_kernel_version in kernel.c
+_VERSION = 4  # of the functions' signatures: as deltactl_kernel_version in kernel.c
 _WIDTHS = (1, 2, 4, 8)
 
 Array = npt.NDArray[Any]
@@ -52,6 +52,7 @@ class Kernel:
         self._holds = _function(library, "holds", _INT, (p, _COUNT))
         self._put = _function(library, "put", _INT, (p, _COUNT))
         self._take = _function(library, "take", _INT, (p, _COUNT))
+        self._replace = _function(library, "replace", _COUNT, (p, p, _COUNT))
         self._rectangle = _by_width(library, "rectangle", _U64, (p, _COUNT, p, p, p, _U64))
 
     def compare(
@@ -151,6 +152,16 @@ class Kernel:
     def take(self, rows: Array) -> None:
         """Read the elements at the positions of every row, as above, into its bits."""
         self._take(*_at(rows), len(rows))
+
+    def replace(self, before: Array, after: Array) -> int:
+        """Where the elements are the bits of the first rows, as above, make them those of the
+        others, which are of the same positions, and read them back.
+
+        How many were replaced, in order: those after them are left as they are, since one of the
+        next is not as before. -1 where what was written did not read back.
+        """
+        found: int = self._replace(*_at(before, after), len(before))
+        return found
 
     def rectangle(self, elements: Array, axes: Array, index: int) -> int:
         """The touch sum of a rectangle of elements, from the first one given on, whose index in

@@ -23,7 +23,7 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
 typedef uint8_t u8;
 
 /* Raised whenever a signature changes: an old build beside new code is not used. */
-int deltactl_kernel_version(void) { return 3; }
+int deltactl_kernel_version(void) { return 4; }
 
 static inline uint64_t mix64(uint64_t index, uint64_t bits) {
     uint64_t z = index * 0x9E3779B97F4A7C15u + bits;
@@ -303,6 +303,7 @@ SELECT(8, u64)
 /* Live weights: elements at scattered positions of large arrays. Nearly every access misses the
  * cache, so that which comes AHEAD later is asked for at once. */
 #define AHEAD 32
+#define BLOCK 64 /* elements whose lines the first of caches holds */
 #define SOON(i, n) ((i) + AHEAD < (n) ? (i) + AHEAD : (n) - 1)
 
 #define SCATTERED(W, T, P, I)                                                                      \
@@ -337,6 +338,29 @@ SELECT(8, u64)
             ((T *)bits)[i] = elements[positions[i]];                                               \
         }                                                                                          \
         return 1;                                                                                  \
+    }                                                                                              \
+    static int64_t replace_##W##_##P(void *to, const void *at, const void *before,                 \
+                                     const void *after, int64_t n) {                               \
+        T *elements = to;                                                                          \
+        const T *old = before, *new = after;                                                       \
+        const I *positions = at;                                                                   \
+        for (int64_t first = 0; first < n; first += BLOCK) {                                       \
+            int64_t stop = n - first < BLOCK ? n : first + BLOCK;                                  \
+            T differ = 0;                                                                          \
+            for (int64_t i = first; i < stop; i++)                                                 \
+                differ |= (T)(elements[positions[i]] ^ old[i]);                                    \
+            if (differ) return first;                                                              \
+            for (int64_t i = first; i < stop; i++) {                                               \
+                int64_t next = i + BLOCK < n ? i + BLOCK : n - 1;                                  \
+                __builtin_prefetch(elements + positions[next], 1);                                 \
+                elements[positions[i]] = new[i];                                                   \
+            }                                                                                      \
+            __asm__ volatile("" ::: "memory"); /* or the compiler knows what it reads */           \
+            for (int64_t i = first; i < stop; i++)                                                 \
+                differ |= (T)(elements[positions[i]] ^ new[i]);                                    \
+            if (differ) return -1;                                                                 \
+        }                                                                                          \
+        return n;                                                                                  \
     }
 SCATTERED(1, u8, 4, int32_t)
 SCATTERED(2, u16, 4, int32_t)
@@ -348,13 +372,16 @@ SCATTERED(4, u32, 8, int64_t)
 SCATTERED(8, u64, 8, int64_t)
 
 typedef int scattered(void *elements, const void *positions, void *bits, int64_t n);
+typedef int64_t replacing(void *elements, const void *positions, const void *before,
+                          const void *after, int64_t n);
+
+#define WIDTH(row) ((row)[4] == 1 ? 0 : (row)[4] == 2 ? 1 : (row)[4] == 4 ? 2 : 3)
 
 /* Rows of six: the addresses of elements, positions and bits, how many positions, and the bytes of
  * an element (1, 2, 4 or 8) and of a position (4 or 8). Stops at the first row that gives 0. */
 static int each_row(const int64_t *rows, int64_t n, scattered *const by_width[2][4]) {
     for (const int64_t *row = rows; row < rows + 6 * n; row += 6) {
-        int width = row[4] == 1 ? 0 : row[4] == 2 ? 1 : row[4] == 4 ? 2 : 3;
-        scattered *one = by_width[row[5] == 8][width];
+        scattered *one = by_width[row[5] == 8][WIDTH(row)];
         if (!one((void *)(uintptr_t)row[0], (void *)(uintptr_t)row[1], (void *)(uintptr_t)row[2],
                  row[3]))
             return 0;
@@ -374,6 +401,28 @@ static int each_row(const int64_t *rows, int64_t n, scattered *const by_width[2]
 ROWS(holds)
 ROWS(put)
 ROWS(take)
+
+/* Rows of the bits before and, of the same positions, of those after. Block by block, so that memory
+ * is gone through once: compare with those before, write those after, read them back. Returns how
+ * many were replaced: fewer than all where a block, and what comes after it, was left as it is since
+ * it was not as before; -1 where what was written did not read back. */
+int64_t deltactl_replace(const int64_t *before, const int64_t *after, int64_t n) {
+    static replacing *const by_width[2][4] = {
+        {replace_1_4, replace_2_4, replace_4_4, replace_8_4},
+        {replace_1_8, replace_2_8, replace_4_8, replace_8_8},
+    };
+    int64_t total = 0;
+    for (int64_t k = 0; k < n; k++) {
+        const int64_t *row = before + 6 * k;
+        int64_t done = by_width[row[5] == 8][WIDTH(row)](
+            (void *)(uintptr_t)row[0], (const void *)(uintptr_t)row[1],
+            (const void *)(uintptr_t)row[2], (const void *)(uintptr_t)after[6 * k + 2], row[3]);
+        if (done < 0) return -1;
+        total += done;
+        if (done < row[3]) return total;
+    }
+    return total;
+}
 
 /* The touch sum of a rectangle of elements: `rank` axes, at most 16, of which the last has elements
  * `strides` apart whose indices in the tensor are `steps` apart. The first one's index is `index`. */

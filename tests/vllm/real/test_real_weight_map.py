@@ -90,8 +90,7 @@ def patch(found: WeightMap, base: Path, patched: Path) -> int:
             positions = live.positions_in(storage, located.positions)
             patches.append(live.Patch(storage, positions, *sides))
     made = live.Patches(patches)
-    assert made.is_old()
-    made.write_new()
+    assert made.replace()
     assert made.is_new()
     return made.elements
 
