@@ -153,7 +153,9 @@ class Drive:
             seen = self._look()
             if _sign(seen) == _sign(before) and left.phase != "staging":
                 self.job.dead.add(left.id)
-                self.report.notes.append(f"went on where an update to step {left.to_step} was left")
+                self.report.notes.append(
+                    f"found an update to step {left.to_step} that a client had left"
+                )
                 break
             if monotonic() > deadline:
                 break
@@ -205,10 +207,14 @@ class Drive:
         repairable = not seen.engine.sound and not update.full
         if update.phase in UNWRITTEN and job.going and not repairable:
             job.error = update.error or DeltactlError("the server could not load the update")
-            if isinstance(job.error, Conflict | Malformed) and job.error.hint is None:
-                job.error.hint = (
-                    f"deltactl apply {job.goal.target} --server {self.server.url} --repair"
-                )
+            if job.error.hint is None:
+                job.error.hint = self._remedy(job.error)
+
+    def _remedy(self, error: DeltactlError) -> str | None:
+        """What to type where the live weights are at fault, or what is in the bucket."""
+        if isinstance(error, Conflict):
+            return f"deltactl apply {self.job.goal.target} --server {self.server.url} --repair"
+        return f"deltactl verify {self.job.goal.bucket}" if isinstance(error, Malformed) else None
 
     def _poll(self, seen: Seen) -> Seen:
         """Wait a while, then look at what can have changed. Raises Transient where nothing does."""

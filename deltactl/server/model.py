@@ -47,7 +47,7 @@ def check_model(
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Of the tensors of a directory, by name; empty where there is none that can be read."""
     try:
-        if not path.is_absolute() or not any(path.glob("*.safetensors")):
+        if path == Path() or not any(path.glob("*.safetensors")):
             return {}
         with open_checkpoint(path) as found:
             return {tensor.name: tensor.shape for tensor in found.tensors.values()}

@@ -177,8 +177,8 @@ class _Reload:
                 "paused",
                 file=self._server.url,
                 found=str(error),
-                hint=f"see that the server has {place}, then {self._again}; where that fails too, "
-                "restart the server",
+                hint=f"see that the server has {place}, and that its model is that of the chain, "
+                f"then {self._again}; where that fails too, restart the server",
             ) from None
 
     def _rest(self, held: bool, label: str) -> None:

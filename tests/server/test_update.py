@@ -493,7 +493,7 @@ def test_what_a_dead_client_left_is_carried_to_an_end(
     leave(server, steps, phase)
     report = apply(steps, target, server)
     assert report.error is None
-    assert report.notes == ["went on where an update to step 2 was left"]
+    assert report.notes == ["found an update to step 2 that a client had left"]
     assert_serves(server, steps, target)
 
 
@@ -551,6 +551,23 @@ def test_two_clients_at_once(start: Start, steps: Steps) -> None:
     assert {state for state, _ in server.vllm.resumed_on} <= {*steps.states.values()}
     assert apply(steps, 4, server).error is None
     assert_serves(server, steps, 4)
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_for_a_damaged_link_the_hint_is_to_look_at_the_bucket(
+    start: Start, steps: Steps, repair: bool
+) -> None:
+    """To repair the server would fail for the same reason: nothing is wrong with it."""
+    server = start()
+
+    def damaged() -> None:
+        raise Malformed("the payload does not have the digest that its header has")
+
+    server.vllm.workers.before_staged = damaged
+    report = apply(steps, 3, server, replace(QUICK, repair=repair))
+    assert isinstance(report.error, Malformed)
+    assert report.error.hint == f"deltactl verify {steps.url}"
+    assert (server.live, report.paused) == (steps.states[1], False)
 
 
 # Ranks.
