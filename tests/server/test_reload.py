@@ -189,6 +189,17 @@ def test_which_models_are_others(
         assert caught.value.tensor == other
 
 
+def test_another_model_is_seen_by_a_relative_path_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a server that was started where this is run."""
+    tensors = {EMBEDDING[0]: random_tensor("BF16", EMBEDDING[1], 1)}
+    write_hf_directory(tmp_path / "model", tensors)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Conflict, match="another model"):
+        check_model({"model_config": {"model": "model"}}, named(NORM), "http://a")
+
+
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "/none", ".", "/proc/1", None, 3])
 def test_a_model_that_cannot_be_seen_from_here_is_not_judged(model: Any) -> None:
     check_model({"model_config": {"model": model}}, named(EMBEDDING), "http://a")
