@@ -77,7 +77,14 @@ class Staged(Protocol):
 
     def replace(self) -> bool:
         """Where the live bits are the old ones make them the new ones, and read them back; else
-        False, and they are as they were. After whatever it raises ``roll_back`` is called."""
+        False, and they are as they were. Only of what can be taken back.
+
+        After whatever it or ``complete`` raises ``roll_back`` is called.
+        """
+        ...
+
+    def complete(self) -> None:
+        """Write the rest, once all ranks have replaced theirs, and read it back."""
         ...
 
     def roll_back(self) -> bool:

@@ -193,6 +193,9 @@ class Serving(Served):
         except Exception as raised:
             error = wrapped(raised, "the weights could not be written")
         least = self._peers.least(done)
+        if least == 2:  # on all ranks, before anything that cannot be taken back
+            error = self._completed(update)
+            least = self._peers.least(0 if error else 2)
         if least == 2:
             with self._lock:
                 self._take_over(update, "committed")
@@ -208,6 +211,14 @@ class Serving(Served):
                 update.end("refused" if least == 1 else "rolled_back", error)
             else:
                 self._poisoned_by(update, error)
+
+    def _completed(self, update: Update) -> DeltactlError | None:
+        """Write the rest; what kept it from that."""
+        try:
+            self._timed(update, "complete", _staged(update).complete)
+        except Exception as raised:
+            return wrapped(raised, "the weights could not be written")
+        return None
 
     def _poisoned_by(self, update: Update, error: DeltactlError) -> None:
         """Nobody knows the weights. With the lock held."""

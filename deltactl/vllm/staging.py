@@ -64,21 +64,23 @@ class Staged:
         return self.patches.nbytes + sum(stretch.nbytes for stretch in self.stretches)
 
     def replace(self) -> bool:
-        """Where the live bits are those that were found when this was staged, exactly, write the
-        new ones and read them back. Else False, and all is as it was; also where the files that
-        new bits come from are not as they were. Old bits that were not kept are not compared.
+        """Where the live bits are those that were found when this was staged, exactly, make single
+        elements the new ones and read them back. Else False, and all is as it was; also where the
+        files that new bits come from are not as they were. Old bits that were not kept are not
+        compared.
 
         Raises DeltactlError where they do not read back. Then, and after a failure in the middle,
         ``roll_back`` puts the old ones back, whatever has been written.
         """
         stand = self._sources_stand() and all(stretch.is_old() for stretch in self.stretches)
-        if not (stand and self.patches.replace()):
-            return False
+        return stand and self.patches.replace()
+
+    def complete(self) -> None:
+        """Write the stretches and read all back. Raises DeltactlError as ``replace``."""
         for stretch in self.stretches:
             stretch.write_new()
         if self.stretches and not self.verify():
             raise DeltactlError(live.LOST)
-        return True
 
     def verify(self) -> bool:
         """Whether the live bits are the new ones, exactly."""

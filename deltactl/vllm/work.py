@@ -287,14 +287,16 @@ class Prepared:
 
     def replace(self) -> bool:
         """See contract.Staged."""
-        if not self.staged.replace():
-            return False
+        return self.staged.replace()
+
+    def complete(self) -> None:
+        """See contract.Staged."""
+        self.staged.complete()
         if self.reload is not None:
             self.reloading = True
             self.reload()
             if not self.staged.verify():
                 raise DeltactlError(live.LOST)
-        return True
 
     def roll_back(self) -> bool:
         """See contract.Staged."""

@@ -137,6 +137,9 @@ class ToyStaged:
         self._toy.reach("read back")
         return True
 
+    def complete(self) -> None:
+        self._toy.reach("complete")
+
     def roll_back(self) -> bool:
         self._toy.calls.append("roll_back")
         if "roll_back raises" in self._toy.breaks:
@@ -233,7 +236,7 @@ def test_an_update_from_stage_to_done(server: Ranks) -> None:
         assert (state["step"], state["state"], state["bucket"]) == (2, hex_of(2), "/b")
         update = state["update"]
         assert update["reloaded"] == ["a", "b"]
-        assert update["seconds"].keys() == {"fetch", "stage", "write"}
+        assert update["seconds"].keys() == {"fetch", "stage", "write", "complete"}
         assert update["error"] is state["error"] is state["poisoned"] is None
     done = server.each(lambda rank: rank.done("u"))
     assert [state["update"] for state in done] == [None] * len(done)
@@ -362,6 +365,7 @@ def test_live_weights_that_changed_since_they_were_staged(pair: Ranks, rank: int
     assert pair.commit() == ["refused", "refused"]
     assert all(np.array_equal(toy.live, bits) for toy, bits in zip(pair.toys, before, strict=True))
     assert "roll_back" not in pair.toys[rank].calls, "it would write over what it does not know"
+    assert all("complete" not in toy.calls for toy in pair.toys), "it cannot be taken back"
     errors = [state["update"]["error"] for state in pair.states()]
     assert "not those that the update stands on" in errors[rank]["what"]
     assert errors[1 - rank]["what"] == "another rank refused the update"
@@ -380,7 +384,7 @@ def test_one_rank_refuses_and_another_fails(pair: Ranks, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("point", ["write", "read back"])
+@pytest.mark.parametrize("point", ["write", "read back", "complete"])
 def test_a_failure_half_way_is_rolled_back_on_all_ranks(pair: Ranks, point: str, rank: int) -> None:
     pair.stage()
     pair.seal()

@@ -85,6 +85,14 @@ def staged(
     return stage(rank.map, deltas, base=base, **arguments)
 
 
+def written(found: Staged) -> bool:
+    """Write all of it, where live bits are what they should be."""
+    if not found.replace():
+        return False
+    found.complete()
+    return True
+
+
 def judged(found: Sequence[Staged]) -> str:
     """What the sums of all ranks say, added up as the ranks do it."""
     total = np.zeros_like(found[0].sums.values)
@@ -124,7 +132,7 @@ def test_what_links_lead_to_is_live_exactly_and_taken_back_exactly(
     assert hold(ranks, states[0])
     assert judged(found) == "ready"
     for one in found:
-        assert one.replace()
+        assert written(one)
     assert hold(ranks, states[-1])
     for one in found:
         assert one.roll_back()
@@ -156,7 +164,7 @@ def test_tensors_carried_whole_between_sparse_ones(tmp_path: Path) -> None:
             found = [staged(rank, deltas[first:last]) for rank in ranks]
             assert judged(found) == "ready"
             for one in found:
-                assert one.replace()
+                assert written(one)
             assert hold(ranks, states[last])
             assert all(one.roll_back() for one in found)
             assert hold(ranks, states[first])
@@ -195,7 +203,7 @@ def test_no_links_and_links_without_changes(tmp_path: Path) -> None:
         )  # fmt: skip
         assert (found.elements, found.nbytes) == (0, 0)
         assert judged([found]) == "ready"
-        assert found.replace()
+        assert written(found)
         assert found.roll_back()
         assert rank.holds(before)
 
@@ -228,7 +236,7 @@ def test_a_single_wrong_bit_is_told_with_its_tensor_and_step(tmp_path: Path) -> 
                 judged([staged(rank, deltas) for rank in ranks])
             assert error.value.tensor == f"{kind}.weight"
             assert error.value.hint is not None
-            assert not found.replace()
+            assert not written(found)
 
 
 def changed_in(found: Staged, rank: Rank, name: str) -> list[tuple[Any, int]]:
@@ -411,7 +419,7 @@ def test_a_tensor_that_only_one_rank_has_is_as_good(tmp_path: Path) -> None:
     found = [staged(rank, deltas) for rank in ranks]
     assert judged(found) == "ready"
     for one in found:
-        assert one.replace()
+        assert written(one)
     for rank, part in zip(ranks, parts, strict=True):
         assert rank.holds({name: after[name] for name in part})
 
@@ -428,7 +436,7 @@ def test_tensors_out_of_the_map_are_listed_if_they_change(tmp_path: Path) -> Non
     assert (found.reload, found.ignored) == (("norm.weight",), ("turned.weight",))
     assert {row.record.name for row in found.sums.rows} == {"columns.weight", "twice.weight"}
     assert judged([found]) == "ready"
-    assert found.replace()
+    assert written(found)
     kept = {name: after[name] for name in ("columns.weight", "twice.weight")}
     assert rank.holds({**before, **kept})
 
@@ -458,13 +466,13 @@ def test_tensors_that_share_elements_may_not_become_different(tmp_path: Path) ->
     whole = random_tensor("BF16", (48,), 3)
     for number, alike in enumerate((sparse, whole)):
         found = next_to(f"alike {number}", alike, alike)
-        assert found.replace()
+        assert written(found)
         assert found.roll_back()
     with pytest.raises(Unsupported, match="share their elements"):
         next_to("apart", sparse, other)
     found = next_to("apart as a whole", sparse, whole)
     with pytest.raises(DeltactlError, match="did not read back"):
-        found.replace()
+        written(found)
     assert found.roll_back()
     assert rank.holds(before)
 
@@ -482,10 +490,10 @@ def test_live_bits_that_change_after_staging_are_seen(tmp_path: Path) -> None:
         for memory, at in places_of(found, rank):
             memory[at] ^= 1
             before = [bits.copy() for bits in rank.memory]
-            assert not found.replace()
+            assert not written(found)
             assert all(map(np.array_equal, rank.memory, before)), "as it was, the other bit too"
             memory[at] ^= 1
-        assert found.replace()
+        assert written(found)
         for memory, at in places_of(found, rank):
             memory[at] ^= 1
             assert not found.verify()
@@ -559,12 +567,12 @@ def test_a_fault_at_every_write_is_taken_back(
         with monkeypatch.context() as patch:
             dying_after(done, patch)
             with pytest.raises(Died):
-                found.replace()
+                written(found)
         assert not rank.holds(states[-1])
         assert not found.verify()
         assert found.roll_back()
         assert rank.holds(states[0])
-    assert found.replace()
+    assert written(found)
     assert rank.holds(states[-1])
 
 
@@ -595,7 +603,7 @@ def test_a_repair_trusts_nothing(live_share: float, world: int, tmp_path: Path) 
         for rank in ranks:
             found = full(rank, checkpoint)
             assert found.full
-            assert found.replace()
+            assert written(found)
             assert rank.holds(wanted)
             again = full(rank, checkpoint)
             assert (again.elements, again.nbytes) == (0, 0)
@@ -614,7 +622,7 @@ def test_a_repair_holds_in_memory_what_differs_if_that_is_little(tmp_path: Path)
         assert found.patches.elements == 60
         assert found.nbytes == 60 * 8
         assert [stretch.elements for stretch in found.stretches] == [3000]
-        assert found.replace()
+        assert written(found)
         assert rank.holds(wanted)
         assert not found.roll_back()  # of the stretch nothing was kept
 
@@ -626,7 +634,7 @@ def test_a_repair_of_little_can_be_taken_back(tmp_path: Path) -> None:
     (rank,) = make_ranks(broken)
     with open_checkpoint(path) as checkpoint:
         found = full(rank, checkpoint)
-        assert found.replace()
+        assert written(found)
         assert found.roll_back()
         assert rank.holds(broken)
 
@@ -642,10 +650,10 @@ def test_a_repair_after_a_fault_in_the_middle(
         with monkeypatch.context() as patch:
             dying_after(2, patch)
             with pytest.raises(Died):
-                found.replace()
+                written(found)
         assert not found.verify()
         again = full(rank, checkpoint)
-        assert again.replace()
+        assert written(again)
     assert rank.holds(wanted)
 
 
@@ -667,13 +675,13 @@ def test_a_repair_from_files_that_are_written_to_meanwhile(
         with monkeypatch.context() as patch:
             patch.setattr(live, "write_region", write_as_the_file_changes)
             with pytest.raises(DeltactlError, match="did not read back"):
-                found.replace()
+                written(found)
         rank.load(broken)
-        assert not found.replace()
+        assert not written(found)
         assert rank.holds(broken)
         path.rename(tmp_path / "aside")
         path.write_bytes(b"another")  # what is mapped has lost its name, and nobody writes to it
-        assert found.replace()
+        assert written(found)
 
 
 def test_a_repair_with_another_models_step(tmp_path: Path) -> None:
