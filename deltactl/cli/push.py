@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         "files": "names of the objects in the bucket",
         "left_behind": "files beside the weights that differ from the newest anchor's: a delta "
         "does not carry them",
+        "notes": "what changed of the model, or is odd about it, a sentence each",
     },
     exits=[3, 4, 5, 10, 11],
     examples=[
@@ -89,6 +90,12 @@ def push(
     ] = None,
     encoding: Encoding = "ulp",
     bandwidth: Bandwidth = None,
+    allow_other_model: Annotated[
+        bool,
+        typer.Option(
+            "--allow-other-model", help="Push it though it is not of the model that is there."
+        ),
+    ] = False,
     jobs: Jobs = None,
     limit_rate: LimitRate = None,
     dry_run: DryRun = False,
@@ -99,8 +106,17 @@ def push(
 
     The first step is an anchor: the whole checkpoint, with its config and tokenizer. Later ones
     are deltas against the tip of the chain, which is kept in a local cache and rebuilt when it is
-    missing or wrong. A step that is there with the same content is left as it is; one with other
-    content, and a step that is not above the tip, are refused.
+    missing or wrong. A step that is there with the same content is left as it is, and so is the
+    chain where no step is named and the checkpoint is the tip; one with other content, and a step
+    that is not above the tip, are refused.
+
+    A chain is of one model. Refused is a checkpoint whose config names another architecture; that
+    lacks more than half of the tip's tensors, or has some under the names that torch.compile,
+    DistributedDataParallel or PEFT give them; in which more than half of the tensors have another
+    shape, or of the tensors or their elements another dtype; or in which one has lost all its
+    elements, or has some where there were none. So is an adapter, or a checkpoint of empty tensors,
+    as the first step. With --allow-other-model it is pushed all the same, as an anchor with its own
+    config. Smaller changes, such as a new head, are pushed and warned of.
     """
     screen = output(ctx, json=json, quiet=quiet)
     rate = bandwidth_of(encoding, bandwidth)
@@ -116,12 +132,15 @@ def push(
             base=base,
             encoding=encoding,
             bandwidth=rate,
+            allow_other_model=allow_other_model,
             dry_run=dry_run,
             progress=progress,
         )
     if report.left_behind:
         names = ", ".join(report.left_behind)
         screen.warn(f"not as in the newest anchor, and only the next one carries it: {names}")
+    for note in report.notes:
+        screen.warn(note)
     document = {
         "step": report.step,
         "kind": report.kind,
@@ -135,13 +154,18 @@ def push(
         "dry_run": report.dry_run,
         "files": report.files,
         "left_behind": report.left_behind,
+        "notes": report.notes,
     }
-    screen.result(document, lambda: _lines(report))
+    screen.result(document, lambda: _lines(report, asked=step is not None))
 
 
-def _lines(report: PushReport) -> Iterable[str]:
-    if not report.written:
+def _lines(report: PushReport, *, asked: bool) -> Iterable[str]:
+    if not report.written and asked:
         yield f"step {report.step} is there already with the same content: nothing to do"
+        return
+    if not report.written:
+        yield f"already the tip, step {report.step}: nothing to do"
+        yield f"--step {report.step + 1} would publish it as a step of its own"
         return
     verb = "would push" if report.dry_run else "pushed"
     article = "an anchor" if report.kind == "anchor" else "a delta"

@@ -7,6 +7,7 @@ prints.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -59,6 +60,12 @@ class DeltactlError(Exception):
         if self.found is not None:
             text += f"{',' if self.expected is not None else ';'} found {self.found}"
         return text
+
+
+def listed(names: Sequence[str], limit: int = 4) -> str:
+    """Some names, for an error's text, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def _plain(value: object) -> object:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.errors import Malformed, NotFound, Unsupported
+from deltactl.core.errors import Malformed, NotFound, Unsupported, listed
 from deltactl.core.reading import is_plain_name, os_errors, parse_json, read_index
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -71,7 +71,7 @@ def find_weights(directory: Path) -> Weights:
             "several safetensors files and no index that says which are the weights",
             file=directory,
             expected=_STANDARD[0] + _INDEX,
-            found=_listed(files),
+            found=listed(files),
             hint="name one file, or add the index of the checkpoint",
         )
     raise _no_weights(directory, names)
@@ -80,11 +80,6 @@ def find_weights(directory: Path) -> Weights:
 def _main(names: Iterable[str]) -> list[str]:
     found = list(names)
     return [name for name in found if not name.startswith("consolidated")] or found
-
-
-def _listed(names: Sequence[str], limit: int = 4) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def _complete(directory: Path, name: str) -> str:
@@ -112,7 +107,7 @@ def _no_weights(directory: Path, names: Sequence[str]) -> NotFound | Unsupported
         "no weights in this directory",
         file=directory,
         expected=" or ".join([*looked_for, "one *.safetensors"]),
-        found=_listed(names) or "an empty directory",
+        found=listed(names) or "an empty directory",
         hint=f"ls {directory}",
     )
 

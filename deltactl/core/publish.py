@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deltactl.core import trl
@@ -15,54 +14,28 @@ from deltactl.core.anchor import is_plain_path
 from deltactl.core.anchor_check import aux_files, has_file
 from deltactl.core.cache import tip_cache
 from deltactl.core.cadence import ANCHOR_EVERY, Cadence, Every
-from deltactl.core.chain import (
-    Chain,
-    anchor_directory,
-    anchor_file_name,
-    delta_name,
-    read_chain,
-)
+from deltactl.core.chain import Chain, delta_name, read_chain
+from deltactl.core.chain_model import admit, admit_delta
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import open_delta
-from deltactl.core.delta_header import parse_delta
 from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.diff import DiffReport, diff
 from deltactl.core.digest import state_digest
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.files import atomic_directory, remove, temporary_directory
-from deltactl.core.header import HEADER_DIGEST, PLACEHOLDER, check_step, seal
+from deltactl.core.header import check_step
 from deltactl.core.identity import fingerprint, state_of, tensor_states
 from deltactl.core.placement import Placement
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import materialize
-from deltactl.core.safetensors_io import make_header, read_header
+from deltactl.core.push_report import PushReport, delta_report, with_size
+from deltactl.core.restamp import restamped
+from deltactl.core.safetensors_io import read_header
 from deltactl.core.snapshot import Snapshot, put_files, take_snapshot
 from deltactl.core.store import Bucket
 
-
-@dataclass(frozen=True, slots=True)
-class PushReport:
-    """What ``push`` did, or with ``dry_run`` would do. ``kind``: the link that the step is known
-    by; ``bytes``: of all objects that were written; ``files``: their names. An anchor's step has
-    its delta too. ``written``: False where the step was there already with the same content.
-    ``left_behind``: files beside the weights that differ from the newest anchor's, which a delta
-    does not carry. ``encoding``: of the delta that was made, None where none was; ``advice``: what
-    it was chosen by, where that was asked for.
-    """
-
-    step: int
-    kind: str
-    bytes: int
-    state: str
-    written: bool
-    changed_elements: int | None
-    total_elements: int
-    dry_run: bool
-    files: tuple[str, ...]
-    left_behind: tuple[str, ...] = ()
-    encoding: str | None = None
-    advice: Advice | None = None
+__all__ = ["PushReport", "push"]
 
 
 def push(
@@ -74,6 +47,7 @@ def push(
     base: Path | None = None,
     encoding: str = DEFAULT,
     bandwidth: float = BANDWIDTH,
+    allow_other_model: bool = False,
     dry_run: bool = False,
     progress: Progress = silent,
 ) -> PushReport:
@@ -82,9 +56,12 @@ def push(
     The first push is an anchor. Later ones are a delta against the tip, which is kept in a local
     cache, or is at ``base``; a step at or past the next multiple of ``anchor_every`` is an anchor
     as well (0: never). Delta first, so that the chain is whole at every moment. A step that is
-    there with the same state is left as it is. ``encoding`` may be "auto": the one that gets the
-    delta there soonest at ``bandwidth`` bytes a second. Raises Conflict for one with another state,
-    for a step below the tip, and for a base that is not the tip; and what the bucket raises.
+    there with the same state is left as it is, and so is the tip where no step is named.
+    ``encoding`` may be "auto": the one that gets the delta there soonest at ``bandwidth`` bytes a
+    second. With ``allow_other_model`` a checkpoint may be of another model than the chain; then it
+    is an anchor, with its own config, and no delta. Raises Conflict for another model, for a step
+    with another state, for one below the tip, and for a base that is not the tip; and what the
+    bucket raises.
     """
     if encoding != AUTO:
         encoding_named(encoding)
@@ -99,6 +76,7 @@ def push(
         publisher = _Publisher(
             bucket, chain, cached, anchors, (encoding, bandwidth), dry_run, progress
         )
+        publisher.allows_other_model = allow_other_model
         if _is_delta(source):
             if base is not None:
                 raise UsageError("a delta needs no --base: it names its own", file=source)
@@ -134,6 +112,7 @@ class _Publisher:
         self._advice: Advice | None = None
         self._dry_run, self._progress = dry_run, progress
         self._seen: tuple[tuple[str, int, int, int], ...] | None = None
+        self.allows_other_model = False
 
     def push_checkpoint(self, source: Path, step: int | None, base: Path | None) -> PushReport:
         with open_checkpoint(source) as checkpoint:
@@ -143,13 +122,22 @@ class _Publisher:
                 state = state_of(checkpoint, progress=self._progress)
                 report = self._same_step(step, state, checkpoint.total_elements)
                 return self._finish_anchor(checkpoint, report)
-            step = self._place.next_step(step)
-            if self._chain.tip is None:
-                return self._first_anchor(checkpoint, step, keep=base is None)
+            asked, step, tip = step, self._place.next_step(step), self._chain.tip
+            admitted = admit(checkpoint, self._bucket, self._chain, allow=self.allows_other_model)
+            if tip is None or admitted.other:
+                report = self._whole(checkpoint, step, keep=base is None)
+                return replace(report, notes=admitted.notes)
             with self._scratch() as scratch:
                 delta = scratch / "delta"
                 found = self._diff(checkpoint, base, delta, step)
-                report = replace(_delta_report(found, step, self._dry_run), advice=self._advice)
+                if asked is None and found.identical:
+                    report = self._same_step(tip, found.result_state, found.total_elements)
+                    return self._finish_anchor(checkpoint, report)
+                report = replace(
+                    delta_report(found, step, self._dry_run),
+                    advice=self._advice,
+                    notes=admitted.notes,
+                )
                 return self._write(checkpoint, report, delta, keep=base is None)
 
     def _write(
@@ -164,7 +152,7 @@ class _Publisher:
         if not due:
             report = replace(report, left_behind=self._left_behind(checkpoint))
         if self._dry_run:
-            return _with_size(report, checkpoint) if due else report
+            return with_size(report, checkpoint) if due else report
         if not due and not keep:
             self._check_unchanged(checkpoint, report)
             return self._put_delta(delta, report)
@@ -195,7 +183,8 @@ class _Publisher:
         size = report.bytes if delta is None else delta.bytes
         return self._place.anchor_due(report.step, size, report.changed_elements or 0)
 
-    def _first_anchor(self, checkpoint: Checkpoint, step: int, keep: bool) -> PushReport:
+    def _whole(self, checkpoint: Checkpoint, step: int, keep: bool) -> PushReport:
+        """An anchor without a delta: the chain's first, or where another model begins."""
         report = PushReport(
             step, "anchor", 0, "", True, None, checkpoint.total_elements, self._dry_run, ()
         )
@@ -207,7 +196,7 @@ class _Publisher:
     def _anchor(self, checkpoint: Checkpoint, report: PushReport, *, keep: bool) -> PushReport:
         """Put an anchor alone: the first, or one of a step whose delta is there."""
         if self._dry_run:
-            return _with_size(report, checkpoint)
+            return with_size(report, checkpoint)
         with self._snapshot(checkpoint, report, keep=keep) as snapshot:
             return self._put_anchor(snapshot, report)
 
@@ -291,11 +280,12 @@ class _Publisher:
             return self._same_step(step, result_state, total)
         step = self._place.next_step(step)
         self._place.check_on_tip(header)
+        notes = admit_delta(header, self._bucket, self._chain)
         tip = self._chain.tip
         assert tip is not None
         with self._scratch() as scratch:
             out = scratch / "delta"
-            size = _restamped(source, out, step, tip)
+            size = restamped(source, out, step, tip)
             report = PushReport(
                 step=step,
                 kind="delta",
@@ -306,6 +296,7 @@ class _Publisher:
                 total_elements=total,
                 dry_run=self._dry_run,
                 files=(delta_name(step),),
+                notes=notes,
             )
             if not self._dry_run:
                 report = self._put_delta(out, report)
@@ -388,49 +379,8 @@ class _Publisher:
         return False
 
 
-def _delta_report(found: DiffReport, step: int, dry_run: bool) -> PushReport:
-    return PushReport(
-        step=step,
-        kind="delta",
-        bytes=found.delta_bytes,
-        state=found.result_state,
-        written=True,
-        changed_elements=found.changed_elements,
-        total_elements=found.total_elements,
-        dry_run=dry_run,
-        files=(delta_name(step),),
-        encoding=found.encoding,
-    )
-
-
-def _with_size(report: PushReport, checkpoint: Checkpoint) -> PushReport:
-    """A dry run's estimate of an anchor: the tensors' bytes and the other files'."""
-    size = checkpoint.nbytes + sum(path.stat().st_size for path in checkpoint.aux.values())
-    name = anchor_directory if checkpoint.is_directory else anchor_file_name
-    files = (*report.files, name(report.step))
-    return replace(report, kind="anchor", bytes=report.bytes + size, files=files)
-
-
 def _check_aux_names(checkpoint: Checkpoint) -> None:
     for name in checkpoint.aux:
         if not is_plain_path(name):
             what = "the file's name cannot travel with an anchor"
             raise UsageError(what, file=checkpoint.path, found=name)
-
-
-def _restamped(source: Path, out: Path, step: int, base_step: int) -> int:
-    """Copy a delta with its step and its base's step in the header; returns its size."""
-    header = read_header(source)
-    parse_delta(header, source)
-    metadata = header.metadata | {
-        "model_version": str(step),
-        "prev_model_version": str(base_step),
-        HEADER_DIGEST: PLACEHOLDER,
-    }
-    entries = [(e.name, e.dtype, e.shape) for e in header.entries.values()]
-    payload = len(header.raw)
-    with open(out, "wb") as target, open(source, "rb") as file:
-        target.write(seal(make_header(entries, metadata)))
-        file.seek(payload)
-        shutil.copyfileobj(file, target, 1 << 20)
-        return target.tell()

@@ -25,6 +25,8 @@ from deltactl.core.safetensors_io import DTYPE_BITS, make_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER = "adapter_model.safetensors"
+"""What PEFT, and servers that load adapters, look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ def _lay_out(base: Checkpoint, stacks: dict[str, Stack], single: bool = False) -
 
 def _file_names(files: Sequence[str]) -> list[str]:
     if len(files) == 1:
-        return [SINGLE]
+        return [ADAPTER if Path(files[0]).stem == Path(ADAPTER).stem else SINGLE]
     if all(file.endswith(".safetensors") for file in files):
         return list(files)
     return [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]

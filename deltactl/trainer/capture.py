@@ -11,12 +11,13 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from deltactl.core.admission import Described
 from deltactl.core.bits import Bits, Changes, changes_between
 from deltactl.core.encoding.base import BLOCK
 from deltactl.core.header import utf8
@@ -99,20 +100,6 @@ class Capture:
             for name in sorted(self.changes, key=utf8)
             if self.changes[name].kind != "sparse" or self.changes[name].chunks
         }
-
-
-class Described(Protocol):
-    """A tensor as it is published, without its elements."""
-
-    @property
-    def dtype(self) -> str:
-        """The safetensors code."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """In elements of ``dtype``."""
-        ...
 
 
 class Capturer:

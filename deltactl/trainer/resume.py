@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltactl.core.admission import Described
 from deltactl.core.cadence import Every, Run
 from deltactl.core.chain import Chain, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
@@ -25,7 +26,6 @@ from deltactl.core.parallel import map_largest_first
 from deltactl.core.placement import Placement
 from deltactl.core.pull import materialize
 from deltactl.core.store import Bucket
-from deltactl.trainer.capture import Described
 from deltactl.trainer.encode import States, digest_of
 from deltactl.trainer.mirror import Held, Mirror
 from deltactl.trainer.report import log

@@ -242,7 +242,7 @@ def test_an_unchanged_checkpoint_is_an_explicit_empty_link(
 ) -> None:
     source = write(tmp_path / "source", first_state())
     push(source, bucket)
-    report = push(source, bucket)
+    report = push(source, bucket, step=2)
     assert (report.step, report.kind, report.changed_elements, report.written) == (
         2, "delta", 0, True,
     )  # fmt: skip
@@ -251,6 +251,32 @@ def test_an_unchanged_checkpoint_is_an_explicit_empty_link(
     assert link.sparsity == 1.0
     assert push(source, bucket, step=10).kind == "anchor"
     assert_whole(bucket, dict.fromkeys([1, 2, 10], first_state()), tmp_path / "pulled")
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("shards", [0, 1, 2])
+def test_the_tip_again_without_a_step_writes_nothing(
+    tmp_path: Path, bucket: LocalBucket, shards: int, dry_run: bool
+) -> None:
+    one, two = write_steps(tmp_path, states(2))
+    push_all(bucket, [one, two])
+    other_layout = write(tmp_path / "again.safetensors", states(2)[1], shards=shards)
+    was = content(tmp_path)
+    for base in (None, two):
+        report = push(other_layout, bucket, base=base, dry_run=dry_run)
+        assert (report.step, report.kind, report.written, report.files) == (2, "delta", False, ())
+        assert content(tmp_path) == was
+
+
+def test_the_tip_again_without_a_step_finishes_an_anchor_that_is_due(
+    tmp_path: Path, bucket: LocalBucket
+) -> None:
+    one, two = write_steps(tmp_path, states(2))
+    push_all(bucket, [one, two], anchor_every=0)
+    report = push(two, bucket, anchor_every=2)
+    assert (report.step, report.kind, report.written) == (2, "anchor", True)
+    assert not push(two, bucket, anchor_every=2).written
+    assert_whole(bucket, dict(enumerate(states(2), 1)), tmp_path / "pulled")
 
 
 def test_what_comes_back_to_earlier_bits_is_a_change(tmp_path: Path, bucket: LocalBucket) -> None:
@@ -592,7 +618,7 @@ def test_a_push_that_failed_changed_nothing_that_the_next_one_builds_on(
         steps[1] = steps[2]
     again = push(sources[1], bucket, step=2, anchor_every=2)
     assert (again.written, again.kind) == (True, "anchor")
-    push(sources[2], bucket)
+    push(sources[2], bucket, step=3)
     assert_whole(bucket, dict(enumerate(steps, 1)), tmp_path / "pulled")
 
 

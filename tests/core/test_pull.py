@@ -576,7 +576,7 @@ def test_other_files_are_those_of_the_newest_anchor(tmp_path: Path, dest: Path) 
     bucket = LocalBucket(tmp_path / "bucket")
     sources = write_steps(tmp_path, STEPS[:5])
     for source in sources[2:]:
-        (source / "config.json").write_text('{"model_type": "changed"}')
+        (source / "config.json").write_text('{"model_type": "tiny", "rope_theta": "changed"}')
         (source / "added.txt").write_text("new")
     push_all(bucket, sources, anchor_every=4)
     pull(bucket, dest, step=1)
