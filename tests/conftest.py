@@ -11,6 +11,7 @@ from typing import Any
 import botocore.loaders
 import botocore.session
 import pytest
+from hypothesis import HealthCheck, settings
 
 from deltactl.core.parallel import cores
 from tests.support.azure_server import AzureServer, run_azure_server
@@ -41,6 +42,11 @@ collect_ignore = list(NEED_VLLM) if vllm_is_missing() else []
 
 VLLM_LIMIT = 900
 """Seconds for one test of those, which may have to start two servers first."""
+
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any machine")  # before a test is imported: how fast it is decides nothing
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported, so before any test
 

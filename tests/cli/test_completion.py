@@ -71,7 +71,7 @@ class _Shell:
             cwd=str(self._directory),
             env=self._env,
             encoding="utf-8",
-            timeout=30,
+            timeout=120,
             dimensions=(40, 200),
         )
         try:

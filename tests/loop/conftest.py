@@ -12,7 +12,7 @@ from deltactl.loop.environment import Environment
 
 @pytest.fixture
 def environment() -> Iterator[Environment]:
-    with Environment(idle=2.0) as server:
+    with Environment() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield server

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import requests
 
 from deltactl.loop import game
-from deltactl.loop.environment import BODY, CONNECTIONS, Environment, Refusal, Sessions
+from deltactl.loop.environment import BODY, CONNECTIONS, IDLE, Environment, Refusal, Sessions
 from deltactl.loop.play import Table
 
 
@@ -61,9 +63,15 @@ def test_a_session_ends_with_the_last_guess(environment: Environment) -> None:
 
 def test_many_clients_at_once_each_get_their_own_game(environment: Environment) -> None:
     table, clients = Table(environment.url), 64
+    met = threading.Barrier(2, timeout=60)
 
-    def play(seed: int) -> tuple[list[str], float]:
+    def meet(seed: int) -> tuple[list[str], float]:
+        return play(seed, met.wait if seed < 2 else None)
+
+    def play(seed: int, begun: Callable[[], Any] | None = None) -> tuple[list[str], float]:
         secret, session = game.secret_of(seed), table.begin(seed)
+        if begun:
+            begun()
         words = [*game.WORDS[seed % 40 : seed % 40 + 3], secret]
         said: list[str] = []
         for word in words:
@@ -75,7 +83,7 @@ def test_many_clients_at_once_each_get_their_own_game(environment: Environment) 
         raise AssertionError("no end")
 
     with ThreadPoolExecutor(clients) as pool:
-        once = list(pool.map(play, range(400)))
+        once = list(pool.map(meet, range(400)))
     assert once == [play(seed) for seed in range(400)]
     counts = table.counts()
     assert counts["open"] == 0
@@ -220,13 +228,35 @@ def test_a_client_that_breaks_off_in_its_body_began_nothing(environment: Environ
 
 @pytest.mark.parametrize("raw", [b"", b"POST /sess", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
 def test_a_client_that_goes_silent_is_put_out(environment: Environment, raw: bytes) -> None:
-    assert exchange(environment, raw) == b""
+    environment.idle = 0.5
+    with contextlib.suppress(ConnectionError):  # it was put out before it had sent anything
+        assert exchange(environment, raw) == b""
+    environment.idle = IDLE
     assert len(begin(environment, 1)) == 16
 
 
+class Places(threading.BoundedSemaphore):
+    """Tells when one has to be waited for."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.waited_for = threading.Event()
+
+    def acquire(self, *args: Any, **options: Any) -> bool:
+        if super().acquire(blocking=False):
+            return True
+        self.waited_for.set()
+        return super().acquire(*args, **options)
+
+
 def test_clients_past_the_most_wait_until_one_has_gone(environment: Environment) -> None:
-    with contextlib.ExitStack() as silent:
-        for _ in range(CONNECTIONS + 4):  # each is put out for its silence
+    environment._places = places = Places(CONNECTIONS)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as silent:
+        for _ in range(CONNECTIONS):
             address = environment.server_address[:2]
             silent.enter_context(socket.create_connection(address, timeout=30))
-        assert len(begin(environment, 1)) == 16
+        late = pool.submit(begin, environment, 1)
+        assert places.waited_for.wait(60)
+        assert environment.sessions.counts()["begun"] == 0
+        silent.close()
+        assert len(late.result()) == 16

@@ -16,8 +16,8 @@ from deltactl.server.update import Options
 from tests.support.chains import make_chain, states
 from tests.support.vllm_standin import StandIn
 
-QUICK = Options(timeout=10, grace=0.0)
-"""Nothing here takes seconds; and who left an update half-way is known to be gone."""
+QUICK = Options(timeout=60, grace=0.0)
+"""No answer is waited for that long; and who left an update half-way is known to be gone."""
 
 
 @dataclass(frozen=True)

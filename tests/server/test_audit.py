@@ -91,7 +91,7 @@ def test_many(start: Start, steps: Steps) -> None:
 
 
 def test_an_audit_without_an_end(start: Start, steps: Steps, monkeypatch: Any) -> None:
-    monkeypatch.setattr("deltactl.server.audit.PATIENCE", 0.05)
+    monkeypatch.setattr("deltactl.server.audit.PATIENCE", 0.01)
     server = start()
     monkeypatch.setattr(type(server.vllm.workers), "_deltactl_audit_seal", lambda self: None)
     (found,) = audit(steps, None, server)

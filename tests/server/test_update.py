@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+import requests
 
 from deltactl.core.errors import Conflict, Malformed, Transient
 from deltactl.server.apply import apply_to_servers
@@ -217,7 +218,16 @@ def test_a_write_that_comes_when_nobody_waits_for_it_any_more(
     """It hung in the server while the client went on, or gave up."""
     server = start()
     server.fail("/update_weights", how="late", times=times)
-    report = apply(steps, 3, server, IMPATIENT)
+    request = requests.Session.request
+
+    def soon_given_up(session: requests.Session, method: str, url: str, **options: Any) -> Any:
+        if url.endswith("/update_weights"):  # no other has to be quick
+            options["timeout"] = 0.3
+        return request(session, method, url, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests.Session, "request", soon_given_up)
+        report = apply(steps, 3, server)
     assert_never_in_doubt(server, steps, report, 3)
     before = server.live
     server.release()
@@ -320,7 +330,7 @@ def test_repair_writes_every_tensor_of_the_step_that_it_is_on(start: Start, step
 def test_work_in_the_server_that_hangs(
     work: str, start: Start, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltactl.server.drive.PATIENCE", 0.05)
+    monkeypatch.setattr("deltactl.server.drive.PATIENCE", 0.01)
     server = start()
     workers, hung = server.vllm.workers, threading.Event()
     if work == "stage":
