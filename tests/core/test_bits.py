@@ -26,7 +26,7 @@ from tests.support.adversarial import LAYOUTS, Bits, pairs, special_bits, unsign
 from tests.support.checkpoints import BITS
 
 MASK = (1 << 64) - 1
-FEW = settings(max_examples=30, deadline=None)
+FEW = settings(max_examples=30)
 
 
 def order(bits: int, dtype: str) -> int:
@@ -128,7 +128,7 @@ def test_zeros_are_neighbours() -> None:
     st.sampled_from([0.0, 0.002, 0.02, 0.3, 1.0]),
     st.integers(0, 1 << 32),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_positions_are_those_of_true_bools(size: int, share: float, seed: int) -> None:
     mask = np.random.default_rng(seed).random(size) < share
     found = positions_of(mask)

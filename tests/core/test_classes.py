@@ -49,7 +49,7 @@ def class_of(classes: Classes, element: int) -> int:
 
 @pytest.mark.parametrize("dtype", EXPONENTS)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_ranks_are_what_they_are_defined_to_be_and_lead_back(
     dtype: str, data: st.DataObject
 ) -> None:
@@ -77,7 +77,7 @@ def test_ranks_are_what_they_are_defined_to_be_and_lead_back(
 
 @pytest.mark.parametrize("dtype", EXPONENTS)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_ranks_that_are_not_there_are_not_found(dtype: str, data: st.DataObject) -> None:
     """Whatever another base holds: what is found is in active segments, and rises."""
     classes, bits, _ = data.draw(blocks(dtype))

@@ -72,7 +72,7 @@ TENSORS = st.builds(
     digest=st.binary(min_size=32, max_size=32).map(bytes.hex),
 )
 STATES = st.lists(TENSORS, max_size=5, unique_by=lambda tensor: tensor.name)
-SOME = settings(max_examples=150, deadline=None)
+SOME = settings(max_examples=150)
 
 
 @given(STATES)

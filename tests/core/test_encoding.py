@@ -34,7 +34,7 @@ from tests.support.adversarial import Bits, pairs, small_blocks, special_bits, u
 from tests.support.checkpoints import BITS, read_tensors, write_safetensors
 from tests.support.parts import decoded, encoded
 
-FEW = settings(max_examples=20, deadline=None)
+FEW = settings(max_examples=20)
 ALL = sorted(ENCODINGS)
 GOOD_IDX = {"raw": ("I32", "<i4"), "gap_delta": ("U16", "<u2")}
 
@@ -129,7 +129,7 @@ def test_what_is_absolute_needs_no_base(encoding: str) -> None:
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("encoding", ALL)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_whole_deltas_of_many_small_blocks(
     encoding: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -171,7 +171,7 @@ def test_whole_deltas_of_many_small_blocks(
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("kind", ["<u1", "<u2", "<u4", "<u8"])
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_integers_come_back(kind: str, data: st.DataObject) -> None:
     """Few or many, small or as large as they can be, and both in one stream."""
     bits = 8 * np.dtype(kind).itemsize
@@ -401,7 +401,7 @@ def test_values_of_packed_types_are_bytes(encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["raw", "gap_delta"])
 @given(st.lists(st.integers(0, (1 << 64) - 1) | st.integers(0, 130), max_size=5), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_indices_are_right_or_malformed(
     encoding: str, values: list[int], data: st.DataObject
 ) -> None:

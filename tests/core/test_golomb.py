@@ -95,7 +95,7 @@ def test_numbers_that_do_not_end(bad: bytes) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_values_come_back(data: st.DataObject) -> None:
     numbers = st.integers(0, 62).flatmap(lambda n: st.integers(0, (1 << n) - 1))
     values = data.draw(st.lists(numbers | st.just(1 << 62), min_size=1, max_size=40))
@@ -154,7 +154,7 @@ def test_geometric_values_cost_little_more_than_their_entropy(mean: float) -> No
     top=st.integers(2, 30),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_quotients_stay_within_what_a_reader_takes(mean: float, top: int, seed: int) -> None:
     """Whatever the values; what is past 2^53 too, where a float is no longer exact."""
     random = np.random.default_rng(seed)
@@ -220,7 +220,7 @@ def test_the_largest_value_below_the_limit() -> None:
 
 
 @given(st.binary(max_size=60), st.integers(1, 80), st.sampled_from([1, 2, 100, 1 << 20, LIMIT]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_values_or_undecodable(data: bytes, count: int, limit: int) -> None:
     refused(data, count, limit)
 

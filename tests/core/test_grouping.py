@@ -39,7 +39,7 @@ def borders(dtype: str, base: Bits, changes: Mask, units: int = 1) -> tuple[int,
 
 @pytest.mark.parametrize("dtype", EXPONENTS)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_borders_rise_and_are_exponents(dtype: str, data: st.DataObject) -> None:
     old, new = data.draw(pairs(dtype))
     at = np.flatnonzero(old != new)
@@ -180,7 +180,7 @@ def test_segments_are_not_named_where_it_does_not_pay(positions: list[int], leng
     more=st.integers(1, SEGMENT),
     seed=st.integers(0, 1 << 30),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_named_is_what_is_silent(
     share: float, silent: float, segments: int, more: int, seed: int
 ) -> None:

@@ -303,7 +303,7 @@ def layouts(draw: st.DrawFn) -> dict[str, tuple[str, tuple[int, ...]]]:
     }
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(layouts(), st.dictionaries(NAMES, NAMES, max_size=3), st.randoms(use_true_random=False))
 def test_what_is_made_is_read_back_by_us_and_by_the_library(layout, metadata, random) -> None:
     sizes = {name: nbytes_of(dtype, shape) for name, (dtype, shape) in layout.items()}
@@ -379,7 +379,7 @@ def test_every_truncation_is_malformed() -> None:
     assert not any(parses_or_is_malformed(SMALL[:length]) for length in range(len(SMALL)))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=200), st.booleans())
 def test_arbitrary_bytes_are_malformed_or_parse(data: bytes, framed: bool) -> None:
     parses_or_is_malformed(raw_safetensors(b"{" + data) if framed else data)

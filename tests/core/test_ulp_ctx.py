@@ -76,7 +76,7 @@ def short_segments(bits: int = 3) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", EXPONENTS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_changes_come_back_by_classes(dtype: str, data: st.DataObject) -> None:
     """Whatever the classes and the silent segments are."""
     old, new = data.draw(pairs(dtype))
@@ -188,7 +188,7 @@ def test_steps_are_known_without_the_base(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", BITS)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_never_larger_than_ulp_but_for_a_byte_a_block(dtype: str, data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([8, 64]))
     old, new = data.draw(pairs(dtype, block=block))
@@ -298,7 +298,7 @@ def test_other_counts_are_in_bounds_or_malformed(dtype: str, form: int) -> None:
 
 
 @given(st.binary(max_size=80), st.integers(1, 40), st.sampled_from(sorted(BITS)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_bytes_are_in_bounds_or_malformed(data: bytes, count: int, dtype: str) -> None:
     for form in (b"\0", b"\1", b"\2"):
         malformed(dtype, np.resize(special_bits(dtype), 2500), count, form + data)

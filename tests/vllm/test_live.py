@@ -91,7 +91,7 @@ def test_equal_sees_any_single_bit(width: int, way: str) -> None:
     assert patches.is_old()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_patches_over_many_storages(data: st.DataObject) -> None:
     """Whatever the storages and however they are shared out: all is written, and all taken back."""
@@ -264,7 +264,7 @@ def _strides(draw: st.DrawFn, shape: list[int]) -> list[int]:
     return strides
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(made=rectangles(), width=st.sampled_from(list(DTYPES)), most=st.integers(1, 50))
 def test_regions_are_summed_read_and_written_as_they_lie(
     made: tuple[Region, int, int], width: int, most: int

@@ -80,7 +80,7 @@ def test_a_summary_can_be_sent() -> None:
     assert pickle.loads(pickle.dumps(sent)) == sent
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_a_box_is_the_slice_that_the_part_is(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
@@ -108,7 +108,7 @@ def _part(shape: tuple[int, ...], bounds: list[tuple[int, int]]) -> Part:
     return offset, tuple(n for n, _ in axes), tuple(s for _, s in axes)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     boxes=st.lists(
         st.tuples(*[st.tuples(st.integers(0, 4), st.integers(1, 3))] * 2), min_size=0, max_size=6

@@ -113,7 +113,7 @@ def hold(ranks: Sequence[Rank], tensors: Mapping[str, Spec]) -> bool:
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("encoding", ALL)
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_what_links_lead_to_is_live_exactly_and_taken_back_exactly(
     encoding: str, world: int, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -76,7 +76,7 @@ def changed(tensors: dict[str, Tensor], random: np.random.Generator) -> dict[str
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(shape=shapes(), seed=st.integers(0, 1 << 20))
 def test_a_patch_through_the_map_is_what_the_loader_makes_of_the_patched_checkpoint(
     shape: ToyShape, seed: int
