@@ -17,6 +17,7 @@ from deltactl.server.preflight import ready_for
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
 from deltactl.server.update import DEFAULTS, Job, Options
+from deltactl.server.wire import Dead, Lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,12 @@ def _to_goal(url: str, job: Job, together: Together) -> Replica:
             server.close()
     except Exception as error:
         report.error = as_error(error)
-        if job.asked and report.paused is None:
+        again = f"deltactl apply {job.goal.target} --server {url}"
+        unknown = job.asked and report.paused is None
+        if unknown and not isinstance(error, Dead):
             report.notes.append("may be paused, on the old step or on the new one")
-            report.error.hint = f"deltactl apply {job.goal.target} --server {url}"
+        if isinstance(error, Dead | Lost):
+            report.error.hint = f"{error.hint}, then {again}"
+        elif unknown:
+            report.error.hint = again
     return report

@@ -31,7 +31,7 @@ from deltactl.server.preflight import BACKEND, check_routes, check_version
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
 from deltactl.server.update import DEFAULTS, Options
-from deltactl.server.wire import Refused
+from deltactl.server.wire import Dead, Refused
 
 T = TypeVar("T")
 
@@ -171,6 +171,8 @@ class _Reload:
     def _load(self, place: Path) -> None:
         try:
             self._server.rpc("reload_weights", weights_path=str(place))
+        except Dead:
+            raise
         except DeltactlError as error:
             raise Malformed(
                 "the reload failed: the weights are in an unknown state, and the server is left "

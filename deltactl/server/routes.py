@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from deltactl.core.errors import Malformed
 from deltactl.server.state import Engine, Seen, of_ranks
-from deltactl.server.wire import Wire
+from deltactl.server.wire import HEALTH, Wire
 
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -29,7 +29,8 @@ class Server:
         return found
 
     def health(self) -> None:
-        self._wire.get("/health")
+        """Raises Dead where vLLM says that its engine is."""
+        self._wire.get(HEALTH)
 
     def configuration(self) -> dict[str, Any]:
         """vLLM's own configuration. The first time it is asked for takes a server seconds."""

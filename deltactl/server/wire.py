@@ -2,7 +2,7 @@
 
 What matters to an update is whether a request that failed may have been carried out all the same.
 ``Unreachable`` says that it was not, ``NoAnswer`` that nobody knows, ``Refused`` what the server
-said, which need not mean that nothing was done.
+said, which need not mean that nothing was done. ``Dead`` ends it all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ from urllib3.exceptions import HTTPError, NewConnectionError
 
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, Transient, UsageError
 from deltactl.core.reading import parse_json
+from deltactl.server import pulse
+from deltactl.server.scheme import fault_of_scheme
 
 CONNECT = 10.0  # seconds for a connection
+HEALTH = "/health"
 KEY, HEADERS = "VLLM_API_KEY", "DELTACTL_SERVER_HEADERS"
 """Variables of the environment: a bearer token, and further headers, ``Name: value`` a line."""
 
+_LOOK = 5.0  # seconds that /health may take, where it is asked beside another request
 _LARGEST = 1 << 26  # bytes of an answer
 _TOLD = 400  # characters of a server's own words that are passed on
 _EXCERPT = 80  # of what is no answer of vLLM's
@@ -32,6 +36,10 @@ _EXCERPT = 80  # of what is no answer of vLLM's
 
 class Unreachable(Transient):
     """There was no connection: the request was not carried out."""
+
+
+class Lost(Unreachable):
+    """Nor is there any more to a server that has answered before."""
 
 
 class NoAnswer(Transient):
@@ -51,6 +59,10 @@ class Busy(Refused, Transient):
     """The server, or what stands before it, is overloaded or on its way up or down."""
 
 
+class Dead(DeltactlError):
+    """The engine behind the server's port has ended, and with it the weights that it held."""
+
+
 def server_url(url: str) -> str:
     """A server's address without the last slash. Raises UsageError for what is none."""
     parts = urlsplit(url)
@@ -60,10 +72,15 @@ def server_url(url: str) -> str:
 
 
 class Wire:
-    """Requests to the server at ``url``, one at a time. ``timeout``: seconds for an answer."""
+    """Requests to the server at ``url``, one at a time. ``timeout``: seconds for an answer.
+
+    Once the engine was found dead every request raises that.
+    """
 
     def __init__(self, url: str, timeout: float) -> None:
         self.url, self.timeout = url, timeout
+        self._dead: Dead | None = None
+        self._answered = False  # whether it ever has
         self._session = requests.Session()
         self._session.auth = _Authorization()
         self._session.headers.update(_more_headers())
@@ -82,6 +99,44 @@ class Wire:
     ) -> dict[str, Any]:
         """The answer's JSON object, empty where it has no body. Raises the classes above,
         NotAllowed, Malformed."""
+        if self._dead is not None:
+            raise self._dead
+        try:
+            return pulse.beside(lambda: self._exchange(method, path, query, body), self._is_gone)
+        except pulse.Gone:
+            raise self._died(path) from None
+        except Refused as error:
+            if (error.status, path) == (503, HEALTH) or (error.status == 500 and self._is_gone()):
+                raise self._died(path) from None
+            raise
+
+    def _died(self, path: str) -> Dead:
+        self._dead = Dead(
+            "the server's engine has died",
+            file=self.url,
+            found=f"{HEALTH} says so, and {path} is not answered" if path != HEALTH else None,
+            hint="see its log, and restart the server",
+        )
+        return self._dead
+
+    def _is_gone(self) -> bool:
+        """Whether vLLM says that its engine is dead, or listens no more. Not where that is not
+        known: a server that is only slow, or a proxy that passes no /health, is no reason."""
+        try:
+            with requests.get(
+                self.url + HEALTH,
+                auth=self._session.auth,
+                headers=self._session.headers,
+                timeout=_LOOK,
+                allow_redirects=False,
+            ) as reply:
+                return reply.status_code == 503
+        except requests.RequestException as error:
+            return _is_refused(error)
+
+    def _exchange(
+        self, method: str, path: str, query: Mapping[str, object], body: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + self.timeout
         try:
             with self._session.request(
@@ -93,6 +148,7 @@ class Wire:
                 allow_redirects=False,
                 stream=True,
             ) as reply:
+                self._answered = True
                 raw = self._read(reply, path, deadline)
         except requests.RequestException as error:
             raise self._unanswered(path, error) from None
@@ -124,11 +180,11 @@ class Wire:
         return NoAnswer(f"the server did not answer {path}", file=self.url, found=found)
 
     def _unanswered(self, path: str, error: requests.RequestException) -> DeltactlError:
-        reason = error.args[0] if error.args else None
-        reason = getattr(reason, "reason", reason)
-        if isinstance(error, requests.ConnectTimeout) or isinstance(reason, NewConnectionError):
-            hint = f"deltactl doctor --server {self.url}"
-            return Unreachable("no connection to the server", file=self.url, hint=hint)
+        if isinstance(error, requests.ConnectTimeout) or _unconnected(error) is not None:
+            return self._unreachable(error)
+        fault = None if self._answered else fault_of_scheme(self.url, error)
+        if fault is not None:
+            return fault
         if isinstance(error, requests.Timeout):
             silent = self._no_answer(path, f"nothing in {self.timeout:g} seconds")
             silent.hint = "give it longer with --timeout, if it may take that long"
@@ -136,6 +192,15 @@ class Wire:
         if isinstance(error, requests.ConnectionError | requests.exceptions.ChunkedEncodingError):
             return self._no_answer(path, "the connection ended")
         return NoAnswer(f"the request to {path} failed", file=self.url, found=type(error).__name__)
+
+    def _unreachable(self, error: requests.RequestException) -> Unreachable:
+        """For vLLM's port, which is closed until the model is loaded, and once its engine died."""
+        what, found = "no connection to the server", _reason(error)
+        if self._answered:
+            hint = "it has ended, or its engine has died: see its log, and restart the server"
+            return Lost(f"{what} any more", file=self.url, found=found, hint=hint)
+        hint = f"deltactl doctor --server {self.url}; if it is still starting, wait for it"
+        return Unreachable(what, file=self.url, found=found, hint=hint)
 
     def _refused(self, status: int, path: str, raw: bytes) -> DeltactlError:
         told = _message(raw)
@@ -146,6 +211,25 @@ class Wire:
         kind = Busy if status in (408, 429, 502, 503, 504) else Refused
         hint = f"deltactl doctor --server {self.url}"
         return kind(status, path, file=self.url, found=told, hint=hint)
+
+
+def _unconnected(error: requests.RequestException) -> NewConnectionError | None:
+    """Why no connection came about, if none did."""
+    reason = error.args[0] if error.args else None
+    reason = getattr(reason, "reason", reason)
+    return reason if isinstance(reason, NewConnectionError) else None
+
+
+def _reason(error: requests.RequestException) -> str | None:
+    """What the system said of it."""
+    cause = getattr(_unconnected(error), "__cause__", None)
+    return str(cause.strerror).lower() if isinstance(cause, OSError) and cause.strerror else None
+
+
+def _is_refused(error: requests.RequestException) -> bool:
+    """Whether the machine is there and nothing listens at the port."""
+    reason = _unconnected(error)
+    return reason is not None and isinstance(reason.__cause__, ConnectionRefusedError)
 
 
 def _spelled(value: object) -> str:

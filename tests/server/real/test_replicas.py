@@ -99,7 +99,7 @@ def test_none_waits_for_another(
         assert lost["notes"] == ["may be paused, on the old step or on the new one"]
         assert f"error: {dying.url}: " in ran.stderr
         again = f"deltactl apply {vllm_chain.bucket}@{TIP} --server {dying.url}"
-        assert f"hint: {again}\n" in ran.stderr
+        assert f"restart the server, then {again}\n" in ran.stderr
         for server in (late, slow, slower):
             assert server.live == vllm_chain.states[TIP]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 When = Literal["before", "after"]
-How = Literal["error", "hang", "drop", "kill", "late", "garbage"]
+How = Literal["error", "hang", "drop", "kill", "die", "late", "garbage"]
 
 
 @dataclass
@@ -18,8 +18,9 @@ class Fault:
     ``when``: before the request is carried out, or after. ``how``: an ``error`` of status 500; no
     answer until the client leaves (``hang``), or until ``release`` is called and then it is carried
     out all the same (``late``, for before alone); the connection ends (``drop``); the server dies
-    (``kill``); an answer that is no JSON (``garbage``). ``times``: how often, None for ever;
-    ``after_calls``: that many requests are spared first. ``meanwhile`` is called before anything.
+    (``kill``), or its engine does and the request hangs (``die``); an answer that is no JSON
+    (``garbage``). ``times``: how often, None for ever; ``after_calls``: that many requests are
+    spared first. ``meanwhile`` is called before anything.
     """
 
     route: str

@@ -79,6 +79,11 @@ class StandIn:
         self.close()
         return StandIn(self.model, self.scratch, port=port, **self._options)
 
+    def stop_listening(self) -> None:
+        """As vLLM does some seconds after its engine has died: requests that are open stay so."""
+        self._server.shutdown()
+        self._server.socket.close()
+
     def close(self) -> None:
         self.mend()
         self._server.shutdown()
@@ -143,9 +148,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _suffer(self, fault: Fault) -> None:
         if fault.how == "kill":
             self.standin.kill()
-        if fault.how in ("hang", "late"):
+        if fault.how == "die":
+            self.standin.vllm.engine_dead = True
+        if fault.how in ("hang", "late", "die"):
             self.standin.hang()
-        if fault.how in ("drop", "hang", "kill") or self.standin.dead:
+        if fault.how in ("drop", "hang", "kill", "die") or self.standin.dead:
             raise _Dropped
         if fault.how == "error":
             self._send(fault.status, fault.body)

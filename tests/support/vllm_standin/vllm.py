@@ -7,6 +7,7 @@
 - start and finish with nothing between are answered well, and set the version.
 - A resume is answered well whatever the weights are, and paused or not.
 - The prefixes that earlier weights computed are served until somebody clears them.
+- Once the engine has died /health is status 503, and what needs the engine is status 500.
 - The control routes ask for no key; without development mode they are not there at all.
 """
 
@@ -45,7 +46,7 @@ class Vllm:
         self.key: str | None = None
         self.replicas = 1
         self.label = "default"
-        self.paused = self.session = False
+        self.paused = self.session = self.engine_dead = False
         self.resumed_on: list[tuple[str, str]] = []  # state and label
         self.served: list[str] = []
         self._prefixes: dict[str, str] = {}
@@ -60,7 +61,7 @@ class Vllm:
 
     def handle(self, method: str, path: str, query: Body, body: Body) -> Any:
         """The answer's JSON. Raises Refused."""
-        open_to_all = {"/version": self._version, "/health": lambda *_: None}
+        open_to_all = {"/version": self._version, "/health": self._health}
         if (method, path) == ("POST", "/v1/completions"):
             return self._complete(body)
         if path in open_to_all:
@@ -68,11 +69,17 @@ class Vllm:
         route = _ROUTES.get((method, path)) if self.dev else None
         if route is None:
             raise Refused(404, "Not Found")
+        if self.engine_dead and path != "/server_info":
+            raise Refused(500, "EngineCore encountered an issue.")
         with self._core:
             return route(self, query, body)
 
     def _version(self, query: Body, body: Body) -> Any:
         return {"version": self.version}
+
+    def _health(self, query: Body, body: Body) -> Any:
+        if self.engine_dead:
+            raise Refused(503, "")
 
     def _complete(self, body: Body) -> Any:
         """Answers with the state that it was computed from; a known prompt from what was then."""

@@ -111,9 +111,9 @@ def assert_lost(ran: Result, target: str, server: VllmServer, *, paused: bool) -
     assert ran.exit_code == 5, ran.output
     (row,) = json.loads(ran.stdout)["replicas"]
     assert row["step_after"] is row["state"] is row["paused"] is None
-    assert f"error: {server.url}: no connection to the server\n" in ran.stderr
-    hint = f"apply {target}" if paused else "doctor"
-    assert f"hint: deltactl {hint} --server {server.url}\n" in ran.stderr
+    assert f"error: {server.url}: no connection to the server any more; found" in ran.stderr
+    again = f"deltactl apply {target} --server {server.url}"
+    assert f"restart the server, then {again}\n" in ran.stderr
     unknown = ["may be paused, on the old step or on the new one"]
     assert row["notes"] == (unknown if paused else [])
 
@@ -154,4 +154,34 @@ def test_a_server_that_is_killed_under_an_apply(
         with killed_before("finish", lambda: kill(server, whole=True)):
             ran = apply(target, server)
         assert_lost(ran, target, server, paused=True)
+    assert identify(chain.checkpoints[1]).state == chain.states[1]
+
+
+def test_an_engine_that_is_killed_in_the_pause(tmp_path: Path, vllm_scratch: Path) -> None:
+    """Requests that are open are never answered, and vLLM closes its port behind them. It is told
+    in seconds, long before the timeout, of which nothing is left to wait for."""
+    setup = Setup("qwen3", 1, True)
+    chain = make_chain(tmp_path, setup.kind)
+    target = f"{chain.bucket}@3"
+    with start(setup, chain, 1, vllm_scratch) as server:
+
+        def kill_engine() -> None:
+            (engine,) = [pid for pid, name in server.processes().items() if "EngineCore" in name]
+            os.kill(engine, signal.SIGKILL)
+
+        with killed_before("commit", kill_engine):
+            ran = CliRunner().invoke(
+                app, ["apply", target, "--server", server.url, "--json", "--timeout", str(10**6)]
+            )
+        assert ran.exit_code == 1, ran.output
+        (row,) = json.loads(ran.stdout)["replicas"]
+        assert row["error"]["what"] == "the server's engine has died"
+        assert row["step_after"] is row["state"] is row["paused"] is None
+        assert row["notes"] == []
+        again = f"deltactl apply {target} --server {server.url}"
+        assert f"hint: see its log, and restart the server, then {again}\n" in ran.stderr
+        for words in (["doctor"], ["verify", chain.bucket]):
+            ran = CliRunner().invoke(app, [*words, "--server", server.url])
+            assert ran.exit_code in (1, 5)  # by whether the port is closed by now
+            assert "engine has died" in ran.output or "no connection to the server" in ran.output
     assert identify(chain.checkpoints[1]).state == chain.states[1]
