@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.core.errors import DeltactlError, Malformed, NotFound, Unsupported
+from deltactl.core.errors import DeltactlError, Malformed, NotFound
+from deltactl.core.foreign import check_container, check_torch_name, check_zip
 from deltactl.core.hf_directory import TORCH_SUFFIXES, Weights, aux_files, find_weights
 from deltactl.core.reading import open_regular, os_errors
 from deltactl.core.safetensors_io import DTYPE_BITS, map_file
+from deltactl.core.signatures import SAMPLE, foreign, unknown
 from deltactl.core.torch_file import read_torch
 
 
@@ -123,6 +125,7 @@ def _open_file(path: Path) -> tuple[Shard, Sequence[Tensor]]:
         tensors = [Tensor(*parts) for parts in read_torch(path)]
         return Shard(path.name, tuple(tensor.name for tensor in tensors), {}), tensors
     header, data = map_file(path)
+    check_container(header, data, path)
     tensors = [
         Tensor(entry.name, entry.dtype, entry.shape, data[entry.start : entry.stop])
         for entry in header.entries.values()
@@ -131,20 +134,26 @@ def _open_file(path: Path) -> tuple[Shard, Sequence[Tensor]]:
 
 
 def _is_torch(path: Path) -> bool:
-    """By the file's name where that says it, by its first bytes where it does not."""
-    if path.suffix == ".safetensors" or path.suffix in TORCH_SUFFIXES:
-        return path.suffix in TORCH_SUFFIXES
+    """By the file's name where that says it, by its first bytes where it does not.
+
+    Raises Unsupported for what is neither, Malformed for a page or text in the place of a file.
+    """
+    if path.suffix == ".safetensors":
+        return False
     with open_regular(path) as file:
-        start = file.read(9)
+        start = file.read(SAMPLE)
     if start[:4] == b"PK\x03\x04":
+        check_zip(path)
+        check_torch_name(path)
         return True
-    if start[8:] != b"{":
-        raise Unsupported(
-            "neither a safetensors nor a PyTorch file",
-            file=path,
-            expected="*.safetensors, *.bin, *.pt, *.pth or a Hugging Face directory",
-        )
-    return False
+    if path.suffix not in TORCH_SUFFIXES:
+        if start[8:9] != b"{":
+            raise foreign(start, path) or unknown(path)
+        return False
+    if (error := foreign(start, path)) is not None:
+        raise error
+    check_torch_name(path)
+    return True
 
 
 def _open_shards(directory: Path, weights: Weights) -> tuple[dict[str, Tensor], tuple[Shard, ...]]:

@@ -84,6 +84,13 @@ class DeltaHeader:
         return sum(record.changed for record in self.records.values())
 
 
+def says_delta(header: Header) -> bool:
+    """Whether a file says that it is a delta, ours or TRL's, or holds nothing but a delta's parts;
+    it may be malformed all the same."""
+    says_so = header.metadata.get("sparse") == "True" or PREFIX + "base_state" in header.metadata
+    return says_so or trl.looks_like_delta(header)
+
+
 def parse_delta(header: Header, file: object) -> DeltaHeader:
     """Check the header of a delta of one file, which may have come by range.
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.errors import Malformed, NotFound, Unsupported, listed
+from deltactl.core.errors import Malformed, NotFound, listed
+from deltactl.core.foreign import check_directory, check_index_metadata, no_weights
 from deltactl.core.reading import is_plain_name, os_errors, parse_json, read_index
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -51,10 +52,11 @@ def find_weights(directory: Path) -> Weights:
     """Say which files of ``directory`` are the weights, and read their index; opens none of them.
 
     Raises NotFound where there are none, Malformed where it cannot be told or the index is wrong,
-    Unsupported for a distributed checkpoint, NotAllowed.
+    Unsupported for a delta and for weights in another form, NotAllowed.
     """
     with os_errors(directory):
         names = sorted(f.name for f in directory.iterdir() if not f.name.startswith("."))
+    check_directory(directory, names)
     for single in _STANDARD:
         if single + _INDEX in names:
             return _indexed(directory, single + _INDEX, names, single)
@@ -74,7 +76,8 @@ def find_weights(directory: Path) -> Weights:
             found=listed(files),
             hint="name one file, or add the index of the checkpoint",
         )
-    raise _no_weights(directory, names)
+    looked_for = [name + end for name in _STANDARD for end in (_INDEX, "")]
+    raise no_weights(directory, names, " or ".join([*looked_for, "one *.safetensors"]))
 
 
 def _main(names: Iterable[str]) -> list[str]:
@@ -94,28 +97,11 @@ def _complete(directory: Path, name: str) -> str:
     return name
 
 
-def _no_weights(directory: Path, names: Sequence[str]) -> NotFound | Unsupported:
-    if any(name.endswith(".distcp") for name in names):
-        return Unsupported(
-            "a distributed checkpoint, which is not read yet",
-            file=directory,
-            hint="python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-            f" {directory} weights.pt",
-        )
-    looked_for = [name + end for name in _STANDARD for end in (_INDEX, "")]
-    return NotFound(
-        "no weights in this directory",
-        file=directory,
-        expected=" or ".join([*looked_for, "one *.safetensors"]),
-        found=listed(names) or "an empty directory",
-        hint=f"ls {directory}",
-    )
-
-
 def _indexed(
     directory: Path, index: str, names: Sequence[str], single: str | None = None
 ) -> Weights:
     document = _read_index(directory / index)
+    check_index_metadata(document.get("metadata"), directory / index)
     weight_map = _weight_map(directory / index, document.get("weight_map"))
     metadata = document.get("metadata", {})
     if not isinstance(metadata, dict):

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
-from deltactl.core import trl
 from deltactl.core.advice import AUTO, BANDWIDTH, Advice, advise
 from deltactl.core.anchor import is_plain_path
 from deltactl.core.anchor_check import aux_files, has_file
@@ -18,6 +17,7 @@ from deltactl.core.chain import Chain, delta_name, read_chain
 from deltactl.core.chain_model import admit, admit_delta
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import open_delta
+from deltactl.core.delta_header import says_delta
 from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.diff import DiffReport, diff
 from deltactl.core.digest import state_digest
@@ -25,6 +25,7 @@ from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.files import atomic_directory, remove, temporary_directory
 from deltactl.core.header import check_step
+from deltactl.core.hf_directory import TORCH_SUFFIXES
 from deltactl.core.identity import fingerprint, state_of, tensor_states
 from deltactl.core.placement import Placement
 from deltactl.core.progress import Progress, silent
@@ -32,6 +33,7 @@ from deltactl.core.pull import materialize
 from deltactl.core.push_report import PushReport, delta_report, with_size
 from deltactl.core.restamp import restamped
 from deltactl.core.safetensors_io import read_header
+from deltactl.core.signatures import check_fetched
 from deltactl.core.snapshot import Snapshot, put_files, take_snapshot
 from deltactl.core.store import Bucket
 
@@ -89,11 +91,12 @@ def _is_delta(source: Path) -> bool:
     if (source / DELTA_INDEX).is_file() or source.name == DELTA_INDEX:
         what = "a delta of several files is not pushed: it goes from bucket to bucket"
         raise UsageError(what, file=source, hint="deltactl copy SOURCE DEST")
-    if not source.is_file() or source.suffix in (".bin", ".pt", ".pth"):
+    if not source.is_file() or source.suffix in TORCH_SUFFIXES:
         return False
-    header = read_header(source)
-    says_so = header.metadata.get("sparse") == "True" or "deltactl.base_state" in header.metadata
-    return says_so or trl.looks_like_delta(header)
+    try:
+        return says_delta(read_header(source))
+    except DeltactlError:  # opened as a checkpoint it says what is wrong with it
+        return False
 
 
 class _Publisher:
@@ -116,7 +119,7 @@ class _Publisher:
 
     def push_checkpoint(self, source: Path, step: int | None, base: Path | None) -> PushReport:
         with open_checkpoint(source) as checkpoint:
-            _check_aux_names(checkpoint)
+            _check_aux(checkpoint)
             self._seen = fingerprint(checkpoint)
             if step is not None and self._chain.links_at(step):
                 state = state_of(checkpoint, progress=self._progress)
@@ -379,8 +382,10 @@ class _Publisher:
         return False
 
 
-def _check_aux_names(checkpoint: Checkpoint) -> None:
-    for name in checkpoint.aux:
+def _check_aux(checkpoint: Checkpoint) -> None:
+    """Raise UsageError for a name that cannot travel, Unsupported for what was never fetched."""
+    for name, path in checkpoint.aux.items():
         if not is_plain_path(name):
             what = "the file's name cannot travel with an anchor"
             raise UsageError(what, file=checkpoint.path, found=name)
+        check_fetched(path)

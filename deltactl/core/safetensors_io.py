@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from deltactl.core.errors import Malformed
 from deltactl.core.reading import MAX_SIZE, open_regular, parse_json
+from deltactl.core.signatures import SAMPLE, foreign
 
 MAX_HEADER = 100_000_000
 """Bytes of header that a reader accepts; the safetensors library has the same limit."""
@@ -84,14 +85,17 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 
 
 def header_length(prefix: bytes, file: object) -> int:
-    """The number of bytes before the data section (8 + N), from the first 8 bytes of a file."""
+    """The number of bytes before the data section (8 + N), from the first 8 bytes of a file.
+
+    Raises Malformed; Unsupported for a file of another kind, told by as much as ``prefix`` has.
+    """
     if len(prefix) < 8:
-        raise Malformed(
+        raise foreign(prefix, file) or Malformed(
             "too short for a safetensors file", file=file, expected="8 bytes", found=len(prefix)
         )
     length = int.from_bytes(prefix[:8], "little")
     if length > MAX_HEADER:
-        raise Malformed(
+        raise foreign(prefix, file) or Malformed(
             "the header length is out of range",
             file=file,
             expected=f"<= {MAX_HEADER}",
@@ -176,9 +180,10 @@ def read_header(path: Path) -> Header:
     """The header of the file at ``path``. Raises NotFound, NotAllowed, Malformed."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        prefix = file.read(8)
+        prefix = file.read(SAMPLE)
         length = header_length(prefix, path)
-        return parse_header(prefix + file.read(min(length, size) - len(prefix)), size, path)
+        raw = prefix + file.read(max(0, min(length, size) - len(prefix)))
+        return parse_header(raw[:length], size, path)
 
 
 def make_header(
@@ -224,5 +229,5 @@ def map_file(path: Path) -> tuple[Header, npt.NDArray[np.uint8]]:
     Raises NotFound, NotAllowed, Malformed.
     """
     data = map_bytes(path)
-    length = header_length(data[:8].tobytes(), path)
+    length = header_length(data[:SAMPLE].tobytes(), path)
     return parse_header(data[:length].tobytes(), data.size, path), data

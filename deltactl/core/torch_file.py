@@ -115,6 +115,9 @@ def _state_dict(document: object, path: Path) -> dict[Any, Any]:
             found=type(document).__name__,
             hint=_SAVE_HINT,
         )
+    if {"state", "param_groups"} <= document.keys():
+        what = "an optimizer's state, and no weights"
+        raise Unsupported(what, file=path, found="state, param_groups", hint=_SAVE_HINT)
     if any(isinstance(value, torch.Tensor) for value in document.values()):
         return document
     wrappers = [key for key in _WRAPPERS if isinstance(document.get(key), dict)]

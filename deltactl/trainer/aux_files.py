@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from deltactl.core.anchor import is_plain_path
 from deltactl.core.errors import UsageError
 from deltactl.core.hf_directory import aux_files
+from deltactl.core.signatures import check_fetched
 
 CONFIGS = ("config", "generation_config")
 
@@ -33,7 +34,8 @@ def collect(model: Any, files: Files | None, dtype: str | None, place: Path) -> 
     ``files``: a directory, of which all but weights is taken as it is; or a tokenizer, which is
     saved beside the model's own config and generation config; None: those two, as far as the model
     has them. ``dtype``: what the config says of the weights, where they are published otherwise
-    than they are held. Raises UsageError, NotFound, Malformed, NotAllowed.
+    than they are held. Raises UsageError, NotFound, Malformed, NotAllowed;
+    Unsupported for a file that Git LFS has not fetched.
     """
     if isinstance(files, str | os.PathLike):
         directory = Path(files)
@@ -66,8 +68,9 @@ def _save_config(config: Saves, model: Any, dtype: str | None, place: Path) -> N
 
 
 def _checked(found: dict[str, Path], directory: Path) -> dict[str, Path]:
-    for name in found:
+    for name, path in found.items():
         if not is_plain_path(name):
             what = "the file's name cannot travel with an anchor"
             raise UsageError(what, file=directory, found=name)
+        check_fetched(path)
     return found

@@ -102,12 +102,12 @@ class TestOneFile:
         assert contents(open_checkpoint(path)) == TENSORS
 
     def test_other_files_are_unsupported(self, tmp_path: Path) -> None:
-        (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(100))
-        error = refusal(tmp_path / "model.gguf", Unsupported, hint=False)
+        (tmp_path / "model.other").write_bytes(b"\x01\xff" + bytes(100))
+        error = refusal(tmp_path / "model.other", Unsupported, hint=False)
         assert "*.safetensors" in str(error.expected)
 
     def test_malformed_file(self, tmp_path: Path) -> None:
-        (tmp_path / "x.safetensors").write_bytes(b"GGUF" + bytes(100))
+        (tmp_path / "x.safetensors").write_bytes(b"\x01\xff" + bytes(100))
         refusal(tmp_path / "x.safetensors", Malformed, hint=False)
 
     def test_thousands_of_tensors(self, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from deltactl.core.header import Record
 from deltactl.core.pull import pull
 from deltactl.trainer import Every, Publisher
 from tests.support.checkpoints import flip_bit
+from tests.support.foreign import LFS
 from tests.support.publishing import (
     Bits,
     MoodyBucket,
@@ -449,6 +450,14 @@ def test_closed_is_closed(bucket: MoodyBucket) -> None:
     with pytest.raises(UsageError, match="closed"):
         publisher.publish()
     update(model, optimizer)  # its hook is gone
+
+
+def test_a_file_that_was_not_fetched_does_not_travel(tmp_path: Path, bucket: MoodyBucket) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "tokenizer.json").write_text(LFS)
+    with pytest.raises(Unsupported, match="Git LFS pointer"):
+        Publisher(small(), bucket, files=files)
 
 
 def test_the_files_of_a_directory_travel_with_anchors(tmp_path: Path, bucket: MoodyBucket) -> None:
