@@ -238,7 +238,7 @@ def _faults(report: Report) -> Iterator[DeltactlError]:
     for name in found.unlike_served:
         what = "the live parameter's bits are not the trainer's, by vLLM's checksum"
         yield DeltactlError(what, step=found.step, tensor=name)
-    for name in found.audit.differing + found.audit.unaudited:
+    for name in (*found.audit.differing, *found.audit.unaudited):
         what = "the live tensor is not the chain's, by the engine's audit"
         yield DeltactlError(what, step=found.step, tensor=name)
     if found.step != found.audit.step:

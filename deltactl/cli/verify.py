@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from deltactl.server.audit import Audited
 
 Level = Literal["links", "data", "rebuild"]
+_SHOWN = 5  # names of tensors
 
 
 @manual(
@@ -47,10 +48,11 @@ Level = Literal["links", "data", "rebuild"]
         "in place takes none",
         "newer": "with --server: newer steps in the bucket that cannot be rebuilt, if no step is "
         "named",
-        "replicas": "with --server, beside ok and newer alone, of each server: url, ok, step and "
-        "state (null if not known), checked (tensors compared), differing and unaudited (names), "
-        "error (what, file, tensor, step, expected, found, hint, exit_code; null if nothing is "
-        "wrong)",
+        "replicas": "with --server, beside ok and newer alone, of each server: url, ok (whether "
+        "nothing is wrong; what was not looked at stands beside), step and state (null if not "
+        "known), paused (null if not known), tensors (how many there are), checked (how many were "
+        "compared), differing and unaudited (names), notes, error (what, file, tensor, step, "
+        "expected, found, hint, exit_code; null if nothing is wrong)",
     },
     exits=[3, 4, 5, 10, 11],
     exit_3="something is wrong, or unproven and --accept-unproven was not given",
@@ -191,8 +193,8 @@ def _audit(
     for audited in found:
         if audited.error is not None:
             screen.fault(audited.error, hint=True)
-        for tensor in audited.unaudited:
-            screen.warn(f"unproven: {audited.url}, tensor {tensor!r}: it could not be looked at")
+        if audited.unaudited:
+            screen.warn(f"unproven: {audited.url}: {_unaudited(audited)}")
     code = exit_of([audited.error for audited in found], done.interrupted)
     unproven = any(audited.unaudited for audited in found) and not accept_unproven
     if code or unproven:
@@ -202,11 +204,25 @@ def _audit(
 def _audits(found: Sequence[Audited]) -> Iterable[str]:
     for audited in found:
         step = "unknown weights" if audited.step is None else f"step {audited.step}"
-        if audited.error is None:
-            compared = text.plural(audited.checked, "tensor")
-            yield f"{audited.url}  {step}: {compared} compared, nothing is wrong"
-        else:
-            yield f"{audited.url}  {step}: failed"
+        compared = f"{text.plural(audited.checked, 'tensor')} compared, nothing is wrong"
+        if audited.unaudited:
+            compared = f"{audited.checked} of {text.plural(audited.tensors, 'tensor')} compared"
+            compared += f", nothing is wrong with those; {len(audited.unaudited)} not looked at"
+        parts = [f"{step}: {compared if audited.error is None else 'failed'}"]
+        parts += ["paused"] if audited.paused else []
+        yield f"{audited.url}  {'; '.join([*parts, *audited.notes])}"
+
+
+def _unaudited(audited: Audited) -> str:
+    """Which tensors could not be looked at, and why; all of them in ``--json``."""
+    shown = [
+        f"{name!r} ({why})" if why else repr(name)
+        for name, why in list(audited.unaudited.items())[:_SHOWN]
+    ]
+    more = len(audited.unaudited) - len(shown)
+    shown += [f"and {more} more"] if more else []
+    count = f"{len(audited.unaudited)} of {text.plural(audited.tensors, 'tensor')}"
+    return f"{count} could not be looked at: {', '.join(shown)}"
 
 
 def _as_error(facts: dict[str, Any]) -> DeltactlError:

@@ -11,9 +11,9 @@ from deltactl.core.chain import read_chain
 from deltactl.core.progress import Progress, silent
 from deltactl.core.store import Bucket
 from deltactl.server.drive import Drive
-from deltactl.server.fleet import Together, as_error, side_by_side, urls_of
+from deltactl.server.fleet import Met, Together, as_error, side_by_side, urls_of
 from deltactl.server.goal import ChainGoal, DeltaGoal, Goal, lent
-from deltactl.server.preflight import ready_for
+from deltactl.server.preflight import draft_notes, ready_for
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
 from deltactl.server.update import DEFAULTS, Job, Options
@@ -74,21 +74,23 @@ def _apply(
     progress: Progress,
     on_interrupt: Callable[[], None],
 ) -> Applied:
-    stop, together = threading.Event(), Together(progress, "staging")
+    stop, together, met = threading.Event(), Together(progress, "staging"), Met()
 
     def one(url: str) -> Replica:
-        return _to_goal(url, Job(goal, options, stop), together)
+        return _to_goal(url, Job(goal, options, stop), together, met)
 
     replicas, interrupted = side_by_side(one, urls, stop, on_interrupt)
     return Applied(goal.step, goal.state, replicas, interrupted, goal.newer)
 
 
-def _to_goal(url: str, job: Job, together: Together) -> Replica:
+def _to_goal(url: str, job: Job, together: Together, met: Met) -> Replica:
     report = Replica(url)
     try:
         server = Server(url, job.options.timeout)
         try:
-            ready_for(server, job.goal)
+            engine = ready_for(server, job.goal)
+            met.meet(engine.server, url)
+            report.notes += draft_notes(engine)
             drive = Drive(server, job, report, together.of(url))
             drive.plan() if job.options.dry_run else drive.run()
         finally:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
@@ -12,8 +12,8 @@ from deltactl.core.chain import Chain, read_chain
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
 from deltactl.core.store import Bucket
 from deltactl.server.drive import PATIENCE, hangs
-from deltactl.server.fleet import as_error, side_by_side, urls_of
-from deltactl.server.preflight import check_plugin, check_routes, check_version
+from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
+from deltactl.server.preflight import check_plugin, check_routes, check_version, draft_notes
 from deltactl.server.routes import Server
 from deltactl.server.state import Audit, Engine
 
@@ -22,17 +22,26 @@ _FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
 
 @dataclass(slots=True)
 class Audited:
-    """What a server holds. ``step``, ``state``: as it says, None where not known; ``checked``:
-    tensors whose sums were compared; ``differing``: those whose bits are others; ``unaudited``:
-    those that could not be looked at. ``error``: None where all is as the chain says."""
+    """What a server holds. ``step``, ``state``: as it says, None where not known; ``paused``:
+    whether it is, None where not known; ``checked``: tensors whose sums were compared;
+    ``differing``: those whose bits are others; ``unaudited``: those that could not be looked at,
+    and why, if that is known. ``notes``: what else the user has to know. ``error``: None where all
+    that was looked at is as the chain says."""
 
     url: str
     step: int | None = None
     state: str | None = None
     checked: int = 0
     differing: tuple[str, ...] = ()
-    unaudited: tuple[str, ...] = ()
+    unaudited: Mapping[str, str | None] = field(default_factory=dict)
+    paused: bool | None = None
+    notes: list[str] = field(default_factory=list)
     error: DeltactlError | None = None
+
+    @property
+    def tensors(self) -> int:
+        """How many there are to look at."""
+        return self.checked + len(self.unaudited)
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready: one row of ``replicas``."""
@@ -44,9 +53,12 @@ class Audited:
             "ok": self.error is None,
             "step": self.step,
             "state": self.state,
+            "paused": self.paused,
+            "tensors": self.tensors,
             "checked": self.checked,
             "differing": list(self.differing),
             "unaudited": list(self.unaudited),
+            "notes": self.notes,
             "error": error,
         }
 
@@ -78,12 +90,14 @@ def audit_servers(
     if step is not None and not chain.links_at(step):
         chain.path(step)  # says why
 
+    met = Met()
+
     def one(url: str) -> Audited:
         report = Audited(url)
         try:
             server = Server(url, timeout)
             try:
-                _audit(server, chain, step, report, stop)
+                _audit(server, chain, step, report, stop, met)
             finally:
                 server.close()
         except Exception as error:
@@ -99,11 +113,18 @@ def _newer(chain: Chain, step: int | None) -> tuple[int, ...]:
 
 
 def _audit(
-    server: Server, chain: Chain, step: int | None, report: Audited, stop: threading.Event
+    server: Server,
+    chain: Chain,
+    step: int | None,
+    report: Audited,
+    stop: threading.Event,
+    met: Met,
 ) -> None:
     check_version(server)
-    check_routes(server)
+    report.paused = check_routes(server)
     engine = check_plugin(server)
+    met.meet(engine.server, server.url)
+    report.notes += draft_notes(engine)
     states = {state: at for at in chain.steps if (state := chain.state_at(at)) is not None}
     wait = _Patience(server, stop)
     if engine.identity != "known" or engine.step is None:
@@ -152,14 +173,15 @@ def _check_state(
 def _judge(server: Server, chain: Chain, engine: Engine, audit: Audit, report: Audited) -> None:
     report.checked, report.differing = audit.checked, audit.differing
     # A model whose output layer is tied keeps nothing of one that the checkpoint has all the same.
-    report.unaudited = tuple(name for name in audit.unaudited if name not in engine.ignored)
+    left = [name for name in audit.unaudited if name not in engine.ignored]
+    report.unaudited = {name: engine.unmapped.get(name) for name in left}
     if audit.differing:
         raise Malformed(
             "the live weights are not those of the step",
             file=server.url,
             step=report.step,
             tensor=audit.differing[0],
-            found=f"{len(audit.differing)} of {audit.checked} tensors differ",
+            found=f"{len(audit.differing)} of {audit.checked} tensors that were compared differ",
             hint=f"deltactl apply {chain.url}@{report.step} --server {server.url} --repair",
         )
     if not audit.checked:

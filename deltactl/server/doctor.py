@@ -14,6 +14,7 @@ from deltactl.server.preflight import (
     check_configuration,
     check_routes,
     check_version,
+    draft_notes,
     no_plugin,
 )
 from deltactl.server.routes import Server
@@ -76,6 +77,7 @@ def _findings(server: Server) -> Iterator[Finding]:
     yield _plugin(engine, server.url)
     yield from _weights(engine)
     yield from _map(engine)
+    yield from (Finding("warn", "draft", note) for note in draft_notes(engine))
     yield from _at_rest(engine, paused, server)
 
 
@@ -126,7 +128,7 @@ def _map(engine: Engine) -> Iterator[Finding]:
         yield Finding(
             "warn",
             "map",
-            f"{len(engine.unmapped)} of {engine.mapped} tensors are not written element by "
+            f"{len(engine.unmapped)} of {engine.tensors} tensors are not written element by "
             f"element, but by vLLM's own loader, which takes longer: {_listed(engine.unmapped)}",
         )
 

@@ -62,6 +62,24 @@ def side_by_side(
     return [found[url] for url in urls], interrupted
 
 
+class Met:
+    """The servers that work was begun with: each once, by however many names it is reached."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._urls: dict[str, str] = {}
+
+    def meet(self, server: str | None, url: str) -> None:
+        """Raise UsageError for one that was met under another address."""
+        if server is None:
+            return
+        with self._lock:
+            known = self._urls.setdefault(server, url)
+        if known != url:
+            hint = f"leave out --server {url}"
+            raise UsageError("this is the same server", file=url, found=f"{known} too", hint=hint)
+
+
 class Together:
     """One progress of all servers: bytes done and to do, added up."""
 

@@ -61,12 +61,27 @@ class Goal(Protocol):
         ...
 
 
+def check_forward(chain: Chain, tip: int, served: int | None) -> None:
+    """Raise Conflict where a server would go back to the tip, which is for the user to say: what is
+    seen of the chain from here may be older than what the server was told."""
+    if served is None or served <= tip:
+        return
+    look = "log" if max(chain.all_steps, default=tip) <= tip else "verify"
+    raise Conflict(
+        "the server is on a newer step than the chain can give",
+        file=chain.url,
+        expected=f"step {served} or above",
+        found=f"step {tip}",
+        hint=f"deltactl {look} {chain.url}; to go back, name the step: {chain.url}@{tip}",
+    )
+
+
 class ChainGoal:
     """A step of a chain, by default its tip. Raises as ``wanted_step``; Unproven for TRL's."""
 
     def __init__(self, chain: Chain, step: int | None) -> None:
         self._chain, self.bucket = chain, chain.url
-        self.step = wanted_step(chain, step)
+        self.step, self._named = wanted_step(chain, step), step is not None
         self.newer = () if step is not None else tuple(n for n in chain.all_steps if n > self.step)
         if not chain.links_at(self.step):
             chain.path(self.step)  # says why
@@ -90,8 +105,8 @@ class ChainGoal:
         return found
 
     def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
-        if self.newer and step is not None and step > self.step and not full:
-            raise self._backward(step)
+        if not self._named:
+            check_forward(self._chain, self.step, step)
         near = None if full or state is None else self._near(step, state)
         try:
             anchor, deltas = self._chain.path(self.step)
@@ -103,16 +118,6 @@ class ChainGoal:
         if near is not None and near.nbytes < _size(*links):
             return near
         return Way(step, state, _names(*links), len(deltas), _size(*links), True)
-
-    def _backward(self, step: int) -> Conflict:
-        """For a server that would go back, which is for the user to say."""
-        return Conflict(
-            "the server is on a newer step than the chain can give",
-            file=self.bucket,
-            expected=f"step {step} or above",
-            found=f"step {self.step}",
-            hint=f"deltactl verify {self.bucket}; to go back, name the step: {self.target}",
-        )
 
     def _near(self, step: int | None, state: str) -> Way | None:
         """The deltas from a state of the chain; None for one that is none, or no earlier one."""

@@ -141,8 +141,24 @@ def check_dtype(engine: Engine, goal: Goal) -> None:
         )
 
 
-def ready_for(server: Server, goal: Goal) -> None:
-    """Raise what stands between the server and an update to the goal."""
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Ways in which vLLM guesses tokens by what has been said before."""
+
+
+def draft_notes(engine: Engine) -> list[str]:
+    """What is to be told of a second model that guesses tokens. What it guesses is checked by the
+    first: answers are right all the same, and come less quickly the older it is."""
+    draft = engine.draft
+    if draft is None or draft.get("method") in WITHOUT_WEIGHTS:
+        return []
+    what = f"the draft of its speculative decoding ({draft.get('method')}, {draft.get('model')})"
+    return [f"{what} is not updated: it guesses as before, so that less and less of it is accepted"]
+
+
+def ready_for(server: Server, goal: Goal) -> Engine:
+    """What the server's plugin says. Raises what stands between it and an update to the goal."""
     check_version(server)
     check_routes(server)
-    check_dtype(check_plugin(server), goal)
+    engine = check_plugin(server)
+    check_dtype(engine, goal)
+    return engine

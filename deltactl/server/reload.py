@@ -26,6 +26,7 @@ from deltactl.core.pull import PullReport, check_apart, materialize, wanted_step
 from deltactl.core.store import Bucket
 from deltactl.server.apply import Applied
 from deltactl.server.fleet import as_error, side_by_side, urls_of
+from deltactl.server.goal import check_forward
 from deltactl.server.model import check_model
 from deltactl.server.preflight import BACKEND, check_routes, check_version
 from deltactl.server.report import Replica
@@ -84,7 +85,13 @@ def reload_servers(
         return side_by_side(one, left, stop, on_interrupt)[1]
 
     tensors = _tensors(chain, aim)
-    interrupted = each(lambda reload: reload.look(tensors), aim)
+
+    def look(reload: _Reload) -> None:
+        reload.look(tensors)
+        if step is None:
+            check_forward(chain, wanted_step(chain, None), reload.labelled)
+
+    interrupted = each(look, aim)
     if interrupted or all(report.error is not None for report in reports.values()):
         each(_Reload.give_up, aim)
         wanted = wanted_step(chain, step)
@@ -129,6 +136,12 @@ class _Reload:
             raise UsageError(what, file=server.url, hint="leave out --via reload")
         check_model(configuration, tensors, server.url)
 
+    @property
+    def labelled(self) -> int | None:
+        """The step that the server tells its clients."""
+        label = self._server.label()
+        return int(label) if label.isascii() and label.isdigit() else None
+
     def give_up(self) -> None:
         """Before anything was asked for."""
         raise self._interrupted()
@@ -138,7 +151,7 @@ class _Reload:
         server, report, step = self._server, self._report, pulled.step
         paused = check_routes(server)
         before = server.label()
-        report.step_before = int(before) if before.isascii() and before.isdigit() else None
+        report.step_before = self.labelled
         held = paused and not before.startswith(MARK)
         report.paused = paused
         if stop.is_set():

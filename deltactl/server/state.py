@@ -55,7 +55,9 @@ class Audit:
 @dataclass(frozen=True, slots=True)
 class Engine:
     """What all ranks together say. ``sound``: nothing says that the weights are not what the state
-    names; where ``poisoned`` is set, or the ranks hold different things, nobody knows them."""
+    names; where ``poisoned`` is set, or the ranks hold different things, nobody knows them.
+    ``server``: one word for each engine that was ever made; ``draft``: of a second model, which
+    guesses tokens, as vLLM's ``speculative_config`` has them."""
 
     world_size: int
     dtype: str
@@ -73,10 +75,17 @@ class Engine:
     unmapped: Mapping[str, str]
     ignored: frozenset[str]
     audit: Audit | None
+    server: str | None = None
+    draft: Mapping[str, Any] | None = None
 
     @property
     def sound(self) -> bool:
         return self.poisoned is None
+
+    @property
+    def tensors(self) -> int | None:
+        """How many the checkpoint has, mapped or not; None while there is no map."""
+        return None if self.mapped is None else self.mapped + len({*self.unmapped, *self.ignored})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,8 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
         unmapped={str(k): str(v) for found in maps for k, v in _mapping(found, "unmapped").items()},
         ignored=frozenset(str(name) for found in maps for name in _list(found, "ignored")),
         audit=_audit(ranks),
+        server=first.get("server") if isinstance(first.get("server"), str) else None,
+        draft=found if isinstance(found := first.get("draft"), dict) else None,
     )
 
 

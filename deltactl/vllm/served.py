@@ -8,6 +8,7 @@ the directory's sums as the links since have changed them.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ class Served:
 
     def __init__(self, work: Work, peers: Peers, refusal: DeltactlError | None = None) -> None:
         self._work, self._peers, self._refusal = work, peers, refusal
+        self._server = secrets.token_hex(8)  # by which two names of one server are known
         self._standing = refusal  # an error that stands until its cause is gone
         self._error = refusal  # of the last call, or of the work that it began
         self._lock = threading.Lock()  # a thread's result against the main thread's changes
@@ -51,6 +53,7 @@ class Served:
                 "protocol": PROTOCOL,
                 "rank": self._peers.rank,
                 "world_size": self._peers.size,
+                "server": self._server,
                 "identity": self._identity,
                 "step": self._step,
                 "state": self._state,

@@ -5,7 +5,8 @@ Its methods are called on all ranks by ``POST /collective_rpc`` with ``{"method"
 ``Serving.state`` tells and
 
 - ``backend``: whether the server has our engine; without it nothing is known;
-- ``dtype``, ``model``: as vLLM was configured;
+- ``dtype``, ``model``: as vLLM was configured; ``draft``: ``method`` and ``model`` of what guesses
+  tokens;
 - ``session``: whether a weight update was started and not finished;
 - ``call``: the argument ``call`` given back. After an exception in some other RPC vLLM gives out
   each reply of a rank one call late; who sends a fresh ``call`` each time sees it.
@@ -24,7 +25,9 @@ from deltactl.vllm.serving import Serving
 
 State = dict[str, Any]
 
-_OF_SERVING = ("step", "state", "bucket", "poisoned", "error", "update", "map", "audit")
+_OF_SERVING = (
+    "server", "step", "state", "bucket", "poisoned", "error", "update", "map", "audit"
+)  # fmt: skip
 
 
 class WorkerExtension:
@@ -93,6 +96,15 @@ def _told(
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "model": str(config.model_config.model),
         "backend": isinstance(serving, Serving),
+        "draft": _draft(config),
         "session": bool(getattr(worker, "_weight_update_active", False)),
         "call": call,
     }
+
+
+def _draft(config: Any) -> State | None:
+    """How vLLM guesses tokens, if it does."""
+    speculative = getattr(config, "speculative_config", None)
+    if speculative is None:
+        return None
+    return {key: str(getattr(speculative, key, None)) for key in ("method", "model")}

@@ -342,8 +342,23 @@ def test_verify_says_what_it_could_not_look_at(cli: Cli, bucket: Path, start: St
     server.vllm.workers.unaudited = ["model.norm.weight"]
     ran = cli("verify", bucket, "--server", server.url)
     assert ran.code == 3
-    assert "unproven" in ran.stderr
+    some = "3 of 4 tensors compared, nothing is wrong with those; 1 not looked at"
+    assert ran.stdout == f"{server.url}  step 1: {some}\n"
+    name = "'model.norm.weight'"
+    what = f"{server.url}: 1 of 4 tensors could not be looked at: {name}"
+    assert ran.stderr == f"warning: unproven: {what}\n"
+    (row,) = cli("verify", bucket, "--server", server.url, "--json").json["replicas"]
+    assert (row["tensors"], row["checked"], row["unaudited"]) == (4, 3, ["model.norm.weight"])
     assert cli("verify", bucket, "--server", server.url, "--accept-unproven").code == 0
+
+
+def test_verify_says_that_a_server_is_paused(cli: Cli, bucket: Path, start: Start) -> None:
+    server = start()
+    server.vllm.paused = True
+    ran = cli("verify", bucket, "--server", server.url)
+    assert (ran.code, ran.stderr) == (0, "")
+    assert ran.stdout.endswith("4 tensors compared, nothing is wrong; paused\n")
+    assert cli("verify", bucket, "--server", server.url, "--json").json["replicas"][0]["paused"]
 
 
 @pytest.mark.parametrize("mode", ["human", "json", "quiet"])

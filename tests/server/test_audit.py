@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from deltactl.core.errors import Conflict, Malformed, NotFound, Transient
+from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import Audited, audit_servers
+from deltactl.server.doctor import examine
 from tests.server.conftest import QUICK, Start, Steps
 from tests.support.vllm_standin import StandIn
 
@@ -63,7 +64,12 @@ def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -
     server = start()
     server.vllm.workers.unaudited = ["model.norm"]
     (found,) = audit(steps, 1, server)
-    assert (found.error, found.unaudited) == (None, ("model.norm",))
+    assert (found.error, found.unaudited) == (None, {"model.norm": None})
+    known = len(server.vllm.workers.tensors)
+    assert (found.checked, found.tensors) == (known - 1, known)
+    server.vllm.workers.map["unmapped"] = {"model.norm": "transposed"}
+    (found,) = audit(steps, 1, server)
+    assert found.unaudited == {"model.norm": "transposed"}
 
 
 def test_tensors_of_which_the_model_keeps_nothing_are_no_doubt(start: Start, steps: Steps) -> None:
@@ -72,7 +78,7 @@ def test_tensors_of_which_the_model_keeps_nothing_are_no_doubt(start: Start, ste
     workers.unaudited = ["model.norm"]
     workers.map = {"tensors": 5, "unmapped": {}, "ignored": ["model.norm"]}
     (found,) = audit(steps, 1, server)
-    assert (found.error, found.unaudited, found.checked) == (None, (), 4)
+    assert (found.error, found.unaudited, found.checked, found.tensors) == (None, {}, 4, 4)
 
 
 def test_nothing_that_can_be_looked_at_is_no_pass(start: Start, steps: Steps) -> None:
@@ -102,3 +108,55 @@ def test_an_audit_without_an_end(start: Start, steps: Steps, monkeypatch: Any) -
 def test_a_step_that_is_not_there(start: Start, steps: Steps) -> None:
     with pytest.raises(NotFound):
         audit(steps, 9, start())
+
+
+def test_a_pause_is_told(start: Start, steps: Steps) -> None:
+    server = start()
+    (found,) = audit(steps, None, server)
+    assert (found.error, found.paused) == (None, False)
+    server.vllm.paused = True
+    (found,) = audit(steps, None, server)
+    assert (found.error, found.paused) == (None, True)
+    server.kill()
+    (found,) = audit(steps, None, server)
+    assert found.paused is None
+
+
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle3", "medusa", "custom_class"])
+def test_a_draft_that_is_not_updated_is_told_everywhere(
+    method: str, start: Start, steps: Steps
+) -> None:
+    server = start()
+    server.vllm.workers.draft = {"method": method, "model": "small"}
+    (report,) = apply_to_servers(steps.bucket, 3, [server.url], QUICK).replicas
+    assert report.error is None
+    (found,) = audit(steps, 3, server)
+    (note,) = [finding for finding in examine(server.url) if finding.check == "draft"]
+    assert report.notes == found.notes == [note.what]
+    assert note.level == "warn"
+    assert f"({method}, small) is not updated" in note.what
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", None])
+def test_what_guesses_without_weights_is_no_draft(
+    method: str | None, start: Start, steps: Steps
+) -> None:
+    server = start()
+    server.vllm.workers.draft = None if method is None else {"method": method, "model": "None"}
+    (report,) = apply_to_servers(steps.bucket, 3, [server.url], QUICK).replicas
+    assert (report.error, report.notes) == (None, [])
+
+
+def test_one_server_under_two_names(start: Start, steps: Steps) -> None:
+    server, other = start(), start()
+    names = [server.url, server.url.replace("127.0.0.1", "localhost"), other.url]
+    applied = apply_to_servers(steps.bucket, 3, names, QUICK).replicas
+    audited = audit_servers(steps.bucket, 3, names, timeout=10).replicas
+    for found in (applied, audited):
+        errors = [row.error for row in found[:2] if row.error is not None]
+        assert len(errors) == 1, found
+        assert isinstance(errors[0], UsageError)
+        assert {str(errors[0].file), str(errors[0].found).removesuffix(" too")} == set(names[:2])
+        assert found[2].error is None
+    assert server.live == other.live == steps.states[3]
+    assert server.requests.count("/pause") == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
+from deltactl.core.chain import Chain, read_chain
 from deltactl.core.errors import Conflict, Malformed, NotFound, Unproven, UsageError
 from deltactl.server.apply import apply_delta_to_servers, apply_to_servers
 from deltactl.server.goal import ChainGoal
@@ -61,10 +63,49 @@ def test_a_damaged_tip_takes_no_server_back_unless_the_step_is_named(tmp_path: P
         tip.way(4, state, full=False)
     assert "@3" in str(caught.value.hint)
     assert tip.way(2, chain.state_at(2), full=False).links == ("deltas/step_000003.safetensors",)
-    assert tip.way(4, state, full=True).full  # a repair
+    with pytest.raises(Conflict, match="newer step"):
+        tip.way(4, state, full=True)  # nor does a repair
+    assert tip.way(None, None, full=True).full  # of weights that nobody knows
     named = ChainGoal(chain, 3)
     assert named.newer == ()
     assert named.way(4, state, full=False).full
+
+
+def test_an_older_view_of_the_chain_takes_no_server_back(steps: Steps, start: Start) -> None:
+    """A listing that lags, or a bucket that was copied before the step came; of a state that this
+    chain does not know."""
+    server = start(4)
+    apply_to_servers(steps.bucket, 4, [server.url], QUICK)
+    chain = read_chain(steps.bucket)
+    older = Chain([link for link in chain.links if link.step <= 3], url=chain.url)
+    for full in (False, True):
+        with pytest.raises(Conflict) as caught:
+            ChainGoal(older, None).way(4, steps.states[4], full=full)
+        assert caught.value.hint == (
+            f"deltactl log {chain.url}; to go back, name the step: {chain.url}@3"
+        )
+        assert ChainGoal(older, 3).way(4, steps.states[4], full=full).full
+    assert ChainGoal(older, None).way(3, "0" * 64, full=False).full
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("repair", [False, True])
+def test_a_copy_that_lags(
+    dry_run: bool, repair: bool, steps: Steps, start: Start, tmp_path: Path
+) -> None:
+    copied = LocalBucket(tmp_path / "copy")
+    shutil.copytree(steps.url, copied.url)
+    Path(copied.url, "deltas/step_000004.safetensors").unlink()
+    server = start()
+    apply_to_servers(steps.bucket, 4, [server.url], QUICK)
+    options = replace(QUICK, dry_run=dry_run, repair=repair)
+    (report,) = apply_to_servers(copied, None, [server.url], options).replicas
+    assert isinstance(report.error, Conflict)
+    assert (report.step_after, server.live) == (4, steps.states[4])
+    assert server.requests.count("/pause") == 1
+    (report,) = apply_to_servers(copied, 3, [server.url], options).replicas
+    assert report.error is None
+    assert (server.live == steps.states[3]) is not dry_run
 
 
 def test_deltas_alone_where_the_anchor_is_gone(tmp_path: Path) -> None:

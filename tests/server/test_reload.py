@@ -52,6 +52,19 @@ def test_a_reload(start: Start, steps: Steps, place: Path) -> None:
     assert_serves(server, steps, 4)
 
 
+def test_nobody_is_taken_back_but_to_a_step_that_is_named(
+    start: Start, steps: Steps, place: Path
+) -> None:
+    server = start(plugin=False)
+    server.vllm.label = "5"
+    (report,) = reload_servers(steps.bucket, None, [server.url], place, QUICK).replicas
+    assert isinstance(report.error, Conflict)
+    assert not place.exists()
+    assert server.vllm.label == "5"
+    assert reload(steps, 4, server, place).step_before == 5
+    assert_serves(server, steps, 4)
+
+
 def test_a_server_with_the_plugin_is_left_alone(start: Start, steps: Steps, place: Path) -> None:
     server = start()
     report = reload(steps, 3, server, place)

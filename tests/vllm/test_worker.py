@@ -20,6 +20,7 @@ from deltactl.vllm.work import ModelWork
 KEYS = {
     "deltactl", "protocol", "rank", "world_size", "dtype", "model", "backend", "session", "call",
     "identity", "step", "state", "bucket", "poisoned", "error", "update", "map", "audit",
+    "server", "draft",
 }  # fmt: skip
 
 
@@ -88,6 +89,19 @@ def test_why_a_server_takes_no_updates() -> None:
     worker = Worker(SimpleNamespace(serving=serving(Unsupported("data parallelism"))))
     for state in (worker.deltactl_state(), worker.deltactl_stage({}), worker.deltactl_map()):
         assert state["error"]["what"] == "data parallelism"
+
+
+def test_a_draft_is_told() -> None:
+    worker = Worker(SimpleNamespace(serving=serving()))
+    assert worker.deltactl_state()["draft"] is None
+    worker.vllm_config.speculative_config = SimpleNamespace(method="mtp", model="/models/m")
+    assert worker.deltactl_state()["draft"] == {"method": "mtp", "model": "/models/m"}
+
+
+def test_each_server_has_a_name_of_its_own() -> None:
+    one, other = (Worker(SimpleNamespace(serving=serving())) for _ in range(2))
+    assert one.deltactl_state()["server"] == one.deltactl_state()["server"]
+    assert one.deltactl_state()["server"] != other.deltactl_state()["server"]
 
 
 def test_names_that_vllm_s_worker_gets_are_ours_alone() -> None:

@@ -6,6 +6,7 @@ ranks do.
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -50,6 +51,8 @@ class Workers:
         self.error: DeltactlError | None = None
         self.audit: dict[str, Any] | None = None
         self.calls: list[str] = []
+        self.draft: dict[str, str] | None = None
+        self.server = secrets.token_hex(8)
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
 
@@ -81,6 +84,8 @@ class Workers:
             "protocol": self.protocol,
             "rank": rank,
             "world_size": self.ranks,
+            "server": self.server,
+            "draft": self.draft,
             "dtype": self.dtype,
             "model": str(self.model),
             "backend": True,
