@@ -279,6 +279,24 @@ def test_the_tip_again_without_a_step_finishes_an_anchor_that_is_due(
     assert_whole(bucket, dict(enumerate(states(2), 1)), tmp_path / "pulled")
 
 
+@pytest.mark.parametrize("again", [{"anchor_every": 0}, {"anchor_every": 7}, {"dry_run": True}])
+def test_an_anchor_is_finished_at_the_tip_and_where_one_is_due_alone(
+    tmp_path: Path, bucket: LocalBucket, again: dict[str, Any]
+) -> None:
+    """For those below the tip nobody waits any more, whatever the cadence."""
+    sources = write_steps(tmp_path, states(4))
+    push_all(bucket, sources, anchor_every=0)
+    was = content(tmp_path)
+    for step in (1, 2, 3):
+        for every in (1, 2, 3):
+            report = push(sources[step - 1], bucket, step=step, anchor_every=every)
+            assert (report.written, report.files) == (False, ())
+    assert not push(sources[3], bucket, step=4, **again).written
+    assert content(tmp_path) == was
+    report = push(sources[3], bucket, step=4, anchor_every=2)
+    assert (report.kind, report.written) == ("anchor", True)
+
+
 def test_what_comes_back_to_earlier_bits_is_a_change(tmp_path: Path, bucket: LocalBucket) -> None:
     """Deltas are against what was published last, not masks of what the last step touched."""
     one, two = states(2)

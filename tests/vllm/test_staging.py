@@ -684,6 +684,22 @@ def test_a_repair_from_files_that_are_written_to_meanwhile(
         assert written(found)
 
 
+def test_a_file_that_changes_before_it_is_copied_is_not_believed(tmp_path: Path) -> None:
+    """Live weights and file are equal then, and neither is the step."""
+    wanted = tensors_of("BF16")
+    path = write_safetensors(tmp_path / "wanted.safetensors", wanted)
+    (rank,) = make_ranks(following(wanted, 1.0, 3))
+    with open_checkpoint(path) as checkpoint:
+        found = full(rank, checkpoint)
+        assert found.replace()
+        flip_bit(path, path.stat().st_size - 1)
+        with pytest.raises(DeltactlError, match="did not read back"):
+            found.complete()
+        assert all(stretch.is_new() for stretch in found.stretches)
+        assert not found.verify()
+    assert not rank.holds(wanted)
+
+
 def test_a_repair_with_another_models_step(tmp_path: Path) -> None:
     wanted = tensors_of("BF16")
     (rank,) = make_ranks(wanted)
