@@ -1,0 +1,109 @@
+"""Many mutants, several at a time, within a time; and a log to go on from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import chain, zip_longest
+from pathlib import Path
+from time import monotonic
+
+from tests.mutation.mutants import Mutant
+from tests.mutation.running import ROOT, Copy, Fate
+
+Asked = Mapping[str, Sequence[Mutant]]
+Fates = dict[str, dict[Mutant, Fate]]
+Tell = Callable[[str, Mutant, Fate], None]
+
+
+class Campaign:
+    """Runs mutants of ``tests``' modules in ``jobs`` copies of ``root``, which are made in
+    ``scratch``. ``log``: a file that what is found is added to, and in which killed mutants of
+    unchanged modules are looked up first."""
+
+    def __init__(
+        self,
+        tests: Mapping[str, tuple[str, ...]],
+        scratch: Path,
+        *,
+        jobs: int,
+        log: Path | None = None,
+        root: Path = ROOT,
+    ) -> None:
+        self._tests, self._jobs, self._root = tests, jobs, root
+        self._copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        for number in range(jobs):
+            self._copies.put(Copy(scratch / f"copy_{number}", root))
+        self._log, self._lock = log, threading.Lock()
+        self._usual: dict[tuple[str, ...], float] = {}
+
+    def run(self, asked: Asked, seconds: float, tell: Tell) -> Fates:
+        """What becomes of the mutants; of those that no time is left for, nothing. Raises Useless
+        where a module's tests fail as they are."""
+        end = monotonic() + seconds
+        found: Fates = {module: dict(self._known(module, asked[module])) for module in asked}
+        for module in asked:
+            self._measure(self._tests[module])
+
+        def work(one: tuple[str, Mutant]) -> None:
+            if monotonic() < end:
+                module, mutant = one
+                found[module][mutant] = fate = self._fate(module, mutant)
+                tell(module, mutant, fate)
+
+        with ThreadPoolExecutor(self._jobs) as pool:
+            left = [one for one in _in_turn(asked) if one[1] not in found[one[0]]]
+            list(pool.map(work, left))
+        return found
+
+    def _measure(self, tests: tuple[str, ...]) -> None:
+        if tests not in self._usual:
+            copy = self._copies.get()
+            self._usual[tests] = copy.without_fault(tests)
+            self._copies.put(copy)
+
+    def _fate(self, module: str, mutant: Mutant) -> Fate:
+        tests = self._tests[module]
+        copy = self._copies.get()
+        try:
+            fate = copy.fate(module, mutant, tests, self._usual[tests])
+        finally:
+            self._copies.put(copy)
+        self._note(module, mutant, fate)
+        return fate
+
+    # The log.
+
+    def _digest(self, module: str) -> str:
+        return hashlib.sha256((self._root / module).read_bytes()).hexdigest()
+
+    def _note(self, module: str, mutant: Mutant, fate: Fate) -> None:
+        if self._log is not None:
+            row = {"module": module, "source": self._digest(module), "name": mutant.name}
+            with self._lock, open(self._log, "a") as file:
+                print(json.dumps(row | asdict(fate)), file=file)
+
+    def _known(self, module: str, asked: Sequence[Mutant]) -> Iterator[tuple[Mutant, Fate]]:
+        """Of a module that is what it was, those that were killed. What survived is tried again, as
+        there may be a test by now."""
+        if self._log is None or not self._log.exists():
+            return
+        names = {mutant.name: mutant for mutant in asked}
+        digest = self._digest(module)
+        for line in self._log.read_text().splitlines():
+            row = json.loads(line)
+            fate, name = Fate(row["what"], row["seconds"]), tuple(row["name"])
+            same = (row["module"], row["source"]) == (module, digest)
+            if same and not fate.survived and name in names:
+                yield names[name], fate
+
+
+def _in_turn(asked: Asked) -> Iterator[tuple[str, Mutant]]:
+    """One of each module after the other, so that a time that is up leaves out some of each."""
+    rows = [[(module, mutant) for mutant in each] for module, each in asked.items()]
+    return (one for one in chain.from_iterable(zip_longest(*rows)) if one is not None)
