@@ -79,7 +79,8 @@ def verify(
             "--level",
             metavar="|".join(get_args(Level)),
             help="links: headers, and whether each base is the result before it; data: every byte "
-            "against its digest as well; rebuild: replay the chain from each anchor as well.",
+            "against its digest as well, and whether all can be decoded; rebuild: replay the chain "
+            "from each anchor as well.",
         ),
     ] = "data",
     against: Annotated[

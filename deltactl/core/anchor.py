@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -33,9 +34,11 @@ from deltactl.core.header import (
     state_to_json,
     table_rows,
     table_text,
+    touch_sum_from_json,
     utf8,
 )
-from deltactl.core.reading import parse_index
+from deltactl.core.metadata_check import check_fixed, check_strings, check_total
+from deltactl.core.reading import is_size, parse_index
 from deltactl.core.safetensors_io import Header, nbytes_of
 
 INDEX = "model.safetensors.index.json"
@@ -64,6 +67,8 @@ class AnchorHeader:
     tensors: tuple[TensorState, ...]
     files: tuple[AnchorFile, ...]
     metadata: dict[str, str]
+    sums: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """Touch sums over all elements, of the tensors whose rows have one."""
 
 
 def anchor_metadata(step: int, tensors: tuple[TensorState, ...]) -> dict[str, str]:
@@ -154,6 +159,8 @@ def parse_anchor_index(raw: bytes, file: object) -> AnchorHeader:
         raise Malformed(what, file=file, expected="deltactl.* in its metadata")
     files = _parse_files(strings.get(PREFIX + "files", ""), file)
     anchor = _parse_ours(raw, strings, files, file)
+    check_strings(metadata, file)
+    _check_total_size(metadata.get("total_size"), anchor.tensors, file)
     shards = {f.name for f in files if f.is_shard}
     if weight_map.keys() != {tensor.name for tensor in anchor.tensors}:
         raise Malformed("the index's weight_map and its tensor table differ", file=file)
@@ -162,10 +169,16 @@ def parse_anchor_index(raw: bytes, file: object) -> AnchorHeader:
     return anchor
 
 
+def _check_total_size(said: object, tensors: tuple[TensorState, ...], file: object) -> None:
+    size = sum(nbytes_of(t.dtype, t.shape) for t in tensors)
+    if type(said) is not int or said != size:
+        what = "the index's total_size is not what its tensors take"
+        raise Malformed(what, file=file, expected=size, found=reprlib.repr(said))
+
+
 def _parse_files(text: str, file: object) -> tuple[AnchorFile, ...]:
     files = tuple(_parse_file(row, file) for row in table_rows(text, file))
-    if len({f.name for f in files}) != len(files):
-        raise Malformed("the anchor's list of files names one twice", file=file)
+    in_order([f.name for f in files], file, what="the anchor's list of files")
     return files
 
 
@@ -173,7 +186,8 @@ def _parse_file(row: object, file: object) -> AnchorFile:
     if isinstance(row, dict):
         name, size = row.get("name"), row.get("bytes")
         digest = row.get("header", row.get("digest"))
-        if is_plain_path(name) and type(size) is int and size >= 0 and is_digest(digest):
+        one = ("header" in row) != ("digest" in row)
+        if one and is_plain_path(name) and is_size(size) and is_digest(digest):
             is_shard = "header" in row
             if not is_shard or "/" not in str(name):
                 return AnchorFile(str(name), size, str(digest), is_shard)
@@ -195,6 +209,7 @@ def _parse_ours(
     check_version(metadata, file)
     if metadata.get("sparse") != "False":
         raise Malformed("the file is no anchor", file=file, found=metadata.get("sparse"))
+    check_fixed(metadata, file)
     rows = table_rows(metadata.get(PREFIX + "tensors", ""), file)
     tensors = tuple(state_from_json(row, file) for row in rows)
     in_order([tensor.name for tensor in tensors], file)
@@ -202,13 +217,16 @@ def _parse_ours(
     if state_digest(tensors) != expected:
         what = "the tensor table does not have the state digest that the header names"
         raise Malformed(what, file=file, expected=expected, found=state_digest(tensors))
+    total = _total_elements(tensors)
+    check_total(metadata, total, file)
     return AnchorHeader(
         file=str(file),
         dialect="deltactl",
         step=need_count(metadata, "model_version", file),
         result_state=expected,
-        total_elements=_total_elements(tensors),
+        total_elements=total,
         tensors=tensors,
         files=files,
         metadata=metadata,
+        sums={row["name"]: touch_sum_from_json(row, "sum", file) for row in rows if "sum" in row},
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from deltactl.core.anchor import INDEX, AnchorFile, AnchorHeader
+from deltactl.core.bits import elements, touch_sum_of_all
 from deltactl.core.chain import Link
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.digest import TensorState, hasher
 from deltactl.core.errors import DeltactlError, Malformed
-from deltactl.core.header import utf8
+from deltactl.core.header import touch_sum_text, utf8
 from deltactl.core.identity import header_digest, tensor_states
 from deltactl.core.reading import open_regular
 
@@ -105,6 +106,28 @@ def tensor_fault(
         expected=_describe(expected),
         found=_describe(found),
     )
+
+
+def sum_faults(checkpoint: Checkpoint, anchor: Link) -> list[DeltactlError]:
+    """The tensors whose elements have another touch sum than the anchor's rows give them."""
+    header = anchor.header
+    assert isinstance(header, AnchorHeader)
+    faults: list[DeltactlError] = []
+    for name, expected in header.sums.items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            continue  # and that is said of it
+        found = touch_sum_of_all(elements(tensor.data, tensor.dtype))
+        if found != expected:
+            fault = Malformed(
+                "the tensor does not have the touch sum that the anchor names",
+                file=_home(checkpoint, name, anchor.name),
+                tensor=name,
+                expected=touch_sum_text(expected),
+                found=touch_sum_text(found),
+            )
+            faults.append(fault)
+    return faults
 
 
 def _home(checkpoint: Checkpoint, tensor: str, anchor: str) -> str:

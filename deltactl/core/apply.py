@@ -290,14 +290,18 @@ def write_result(
 def prove(
     base: Checkpoint, deltas: Sequence[Delta], written: Written, expected: str | None
 ) -> None:
-    """Compare the result with what the deltas name; on a difference, find out who is to blame.
+    """Compare the result with what the deltas name, each tensor and the whole; on a difference,
+    find out who is to blame.
 
     Raises Conflict if the base is not the first delta's, Malformed otherwise.
     """
-    if expected is None or written.state == expected:
+    if expected is None:
         return
-    _check_base(base, deltas)
+    if written.state != expected:
+        _check_base(base, deltas)
     check_tensors(written, deltas)
+    if written.state == expected:
+        return
     raise Malformed(
         "the result does not have the state that it is named by",
         file=deltas[-1].path if deltas else base.path,

@@ -21,6 +21,7 @@ from deltactl.core.delta_index import DELTA_INDEX, parse_delta_index
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.core.header import utf8
 from deltactl.core.header_reader import HeaderReader
+from deltactl.core.metadata_check import check_steps
 from deltactl.core.store import Bucket, Object
 
 _NAME = re.compile(r"(?P<kind>delta|anchor)s/step_(?P<step>\d{6,18})(?:\.safetensors|/.+)")
@@ -328,9 +329,7 @@ def _read_link(
         else:
             parsed = reader.header(kind, name, size)
             header = (parse_delta if kind == "delta" else parse_anchor)(parsed, name)
-        if header.step is not None and header.step != step:
-            what = "the link's header names another step than its file's name"
-            raise Malformed(what, file=name, step=step, expected=step, found=header.step)
+        check_steps(header, kind, step, name)
     except (NotAllowed, Transient):
         raise  # says nothing about the link
     except DeltactlError as error:

@@ -7,6 +7,7 @@ its digest.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +129,11 @@ class Delta:
     def payload_bytes(self) -> int:
         """Bytes of all entries."""
         return self.header.payload_bytes
+
+    def parts(self) -> Iterator[tuple[Path, Header]]:
+        """The files of a delta of several, and the header of each."""
+        for file in self._files if self.header.files else ():
+            yield file.path, file.header
 
     def check_payload(self) -> None:
         """Compare the payload with its digest. Raises Malformed; Unproven where there is none."""

@@ -22,6 +22,7 @@ from deltactl.core.header import (
     record_from_json,
     table_rows,
 )
+from deltactl.core.metadata_check import check_counts, check_fixed
 from deltactl.core.safetensors_io import Entry, Header
 
 DENSE = ".dense"
@@ -119,10 +120,14 @@ def parse_ours(raw: bytes, metadata: dict[str, str], file: object) -> DeltaHeade
     check_version(metadata, file)
     if metadata.get("sparse") != "True":
         raise Malformed("the file is no delta", file=file, found=metadata.get("sparse"))
+    check_fixed(metadata, file)
     encoding = encoding_named(metadata.get("encoding", ""), file)
     rows = table_rows(metadata.get(PREFIX + "tensors", ""), file)
     records = [record_from_json(row, file) for row in rows]
     in_order([record.name for record in records], file)
+    base_state = need_digest(metadata, "base_state", file)
+    result_state = need_digest(metadata, "result_state", file)
+    check_counts(metadata, records, base_state, result_state, file)
     step = "model_version" in metadata
     base_step = "prev_model_version" in metadata
     return DeltaHeader(
@@ -131,8 +136,8 @@ def parse_ours(raw: bytes, metadata: dict[str, str], file: object) -> DeltaHeade
         encoding=encoding.name,
         step=need_count(metadata, "model_version", file) if step else None,
         base_step=need_count(metadata, "prev_model_version", file) if base_step else None,
-        base_state=need_digest(metadata, "base_state", file),
-        result_state=need_digest(metadata, "result_state", file),
+        base_state=base_state,
+        result_state=result_state,
         payload_digest=None,
         total_elements=need_count(metadata, "total_elements", file),
         records={record.name: record for record in records},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 from deltactl.core.delta_header import DeltaHeader, PartFile, parse_delta, parse_ours
 from deltactl.core.digest import TensorState, hasher, is_digest, state_digest
@@ -21,6 +21,7 @@ from deltactl.core.header import (
     PREFIX,
     Record,
     delta_metadata,
+    in_order,
     is_ours,
     record_to_json,
     seal,
@@ -28,8 +29,9 @@ from deltactl.core.header import (
     table_text,
     utf8,
 )
-from deltactl.core.reading import MAX_SIZE, is_plain_name, parse_index
-from deltactl.core.safetensors_io import Header
+from deltactl.core.metadata_check import check_strings
+from deltactl.core.reading import is_plain_name, is_size, parse_index
+from deltactl.core.safetensors_io import Header, nbytes_of
 from deltactl.core.tensor_table import Table, after_delta, elements_of
 
 DELTA_INDEX = "delta.safetensors.index.json"
@@ -124,6 +126,7 @@ def parse_delta_index(raw: bytes, file: object) -> DeltaHeader:
         what = "the delta's index carries no digests"
         raise Malformed(what, file=file, expected="deltactl.* in its metadata")
     found = parse_ours(raw, strings, file)
+    check_strings(metadata, file)
     files = _parse_files(strings.get(PREFIX + "files", ""), file)
     rows = table_rows(strings[PREFIX + "tensors"], file)
     records = {
@@ -142,8 +145,7 @@ def parse_delta_index(raw: bytes, file: object) -> DeltaHeader:
 
 def _parse_files(text: str, file: object) -> tuple[PartFile, ...]:
     files = tuple(_parse_file(row, file) for row in table_rows(text, file))
-    if len({f.name for f in files}) != len(files):
-        raise Malformed("the delta's list of files names one twice", file=file)
+    in_order([f.name for f in files], file, what="the delta's list of files")
     return files
 
 
@@ -152,20 +154,22 @@ def _parse_file(row: object, file: object) -> PartFile:
         name, size = row.get("name"), row.get("bytes")
         header, payload = row.get("header"), row.get("payload")
         plain = isinstance(name, str) and is_plain_name(name) and name.endswith(".safetensors")
-        if plain and _is_size(size) and is_digest(header) and is_digest(payload):
+        if plain and is_size(size) and is_digest(header) and is_digest(payload):
             return PartFile(str(name), size, str(header), str(payload))
     raise Malformed("the delta's list of files is malformed", file=file, found=str(row)[:200])
 
 
-def _is_size(size: object) -> TypeGuard[int]:
-    return type(size) is int and 0 <= size <= MAX_SIZE
+def _nbytes(record: Record) -> int:
+    assert record.dtype is not None and record.shape is not None
+    return nbytes_of(record.dtype, record.shape)
 
 
 def _sized(record: Record, row: Mapping[str, Any], file: object) -> Record:
     if record.kind == "removed":
         return record
     size = row.get("bytes")
-    if not _is_size(size):
+    takes = _nbytes(record) if record.whole else size
+    if not is_size(size) or size != takes:
         what = "the tensor table's 'bytes' is malformed"
         raise Malformed(what, file=file, tensor=record.name, found=size)
     return replace(record, nbytes=size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -95,10 +96,20 @@ def record_to_json(record: Record) -> dict[str, Any]:
     if record.kind != "removed":
         row |= {"changed": record.changed, "digest": record.digest}
     if record.kind == "sparse":
-        row |= {"old": f"{record.old_sum:016x}", "new": f"{record.new_sum:016x}"}
+        assert record.old_sum is not None and record.new_sum is not None
+        row |= {"old": touch_sum_text(record.old_sum), "new": touch_sum_text(record.new_sum)}
     if record.base_dtype is not None and record.base_shape is not None:
         row["base"] = {"dtype": record.base_dtype, "shape": list(record.base_shape)}
     return row
+
+
+_NOT_IN: Mapping[Kind, frozenset[str]] = {
+    "sparse": frozenset({"base"}),
+    "dense": frozenset({"old", "new"}),
+    "added": frozenset({"old", "new", "base"}),
+    "removed": frozenset({"changed", "digest", "old", "new", "base", "bytes"}),
+}
+"""The keys of a table that rows of other kinds have."""
 
 
 def record_from_json(row: object, file: object) -> Record:
@@ -113,25 +124,41 @@ def record_from_json(row: object, file: object) -> Record:
             raise Malformed(what, file=file, tensor=name, found=row.get(key))
 
     kind = row.get("kind")
-    need(kind in ("sparse", "dense", "added", "removed"), "kind")
+    need(isinstance(kind, str) and kind in _NOT_IN, "kind")
+    for key in sorted(_NOT_IN[cast(Kind, kind)] & row.keys()):
+        need(False, key)
     dtype, shape = _dtype_and_shape(row, name, file)
     record = Record(name, cast(Kind, kind), dtype, shape, 0)
     if kind == "removed":
         return record
     need(is_digest(row.get("digest")), "digest")
-    changed = row.get("changed")
-    need(type(changed) is int and 0 <= changed <= (record.elements or 0), "changed")
+    changed, every = row.get("changed"), record.elements or 0
+    least = every if kind == "added" or "base" in row else 1  # or the row would not be there
+    need(type(changed) is int and least <= changed <= every, "changed")
     record = replace(record, changed=cast(int, changed), digest=row["digest"])
     if kind == "sparse":
-        for key in ("old", "new"):
-            value = row.get(key)
-            need(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value), key)
-        record = replace(record, old_sum=int(row["old"], 16), new_sum=int(row["new"], 16))
+        old, new = (touch_sum_from_json(row, key, file) for key in ("old", "new"))
+        record = replace(record, old_sum=old, new_sum=new)
     if "base" in row:
-        need(kind == "dense" and isinstance(row["base"], dict), "base")
+        need(isinstance(row["base"], dict), "base")
         base_dtype, base_shape = _dtype_and_shape(row["base"], name, file)
+        need((base_dtype, base_shape) != (dtype, shape), "base")
         record = replace(record, base_dtype=base_dtype, base_shape=base_shape)
     return record
+
+
+def touch_sum_from_json(row: Mapping[str, Any], key: str, file: object) -> int:
+    """The touch sum under ``key`` of a row with a name. Raises Malformed."""
+    value = row.get(key)
+    if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
+        what = f"the tensor table's {key!r} is malformed"
+        raise Malformed(what, file=file, tensor=row["name"], found=reprlib.repr(value))
+    return int(value, 16)
+
+
+def touch_sum_text(touch: int) -> str:
+    """A touch sum as the format writes it."""
+    return f"{touch:016x}"
 
 
 def _dtype_and_shape(
@@ -215,16 +242,16 @@ def table_rows(text: str, file: object) -> list[Any]:
     return parse_json_list(text, file, what="the header's table")
 
 
-def in_order(names: list[str], file: object) -> None:
+def in_order(names: list[str], file: object, *, what: str = "the tensor table") -> None:
     """Raise Malformed unless the names of a table rise strictly by their UTF-8 bytes."""
     try:
         keys = [utf8(name) for name in names]
     except UnicodeEncodeError:
-        raise Malformed("a name in the tensor table is no text", file=file) from None
+        raise Malformed(f"a name in {what} is no text", file=file) from None
     for before, after in pairwise(keys):
         if before >= after:
-            what = "the tensor table is not in order of names"
-            raise Malformed(what, file=file, tensor=after.decode())
+            fault = f"{what} is not in order of names"
+            raise Malformed(fault, file=file, found=reprlib.repr(after.decode()))
 
 
 def is_ours(metadata: Mapping[str, object]) -> bool:

@@ -8,7 +8,8 @@ from deltactl.core.chain import Chain, Link
 from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import DeltactlError, Malformed, Unproven
-from deltactl.core.tensor_table import Table, after_delta
+from deltactl.core.metadata_check import check_total
+from deltactl.core.tensor_table import Table, after_delta, elements_of
 
 
 def doubts(chain: Chain, link: Link) -> list[DeltactlError]:
@@ -128,4 +129,5 @@ def _advance(table: Table, header: DeltaHeader) -> Table:
             expected=header.result_state,
             found=found,
         )
+    check_total(header.metadata, sum(map(elements_of, after.values())), header.file)
     return after

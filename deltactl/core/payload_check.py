@@ -6,10 +6,11 @@ from pathlib import Path
 
 from deltactl.core import trl_check
 from deltactl.core.anchor import AnchorHeader
-from deltactl.core.anchor_check import check_file, tensor_faults
+from deltactl.core.anchor_check import check_file, sum_faults, tensor_faults
 from deltactl.core.chain import Link
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.delta import Delta, open_delta
+from deltactl.core.delta_check import content_faults
 from deltactl.core.errors import DeltactlError
 from deltactl.core.fetching import Fetched
 from deltactl.core.tensor_table import Table
@@ -26,7 +27,7 @@ def payload_faults(link: Link, found: Fetched, before: Table | None) -> list[Del
         place, checked = found.places[link.name], link.name in found.checked
         if isinstance(link.header, AnchorHeader):
             faults = _anchor_faults(link, link.header, place, checked)
-        elif not checked or link.directory is not None:
+        else:
             faults = _delta_faults(link, place, checked, before)
     for fault in faults:
         fault.step, fault.file = link.step, fault.file or link.name
@@ -37,22 +38,29 @@ def _delta_faults(
     link: Link, place: Path, checked: bool, before: Table | None
 ) -> list[DeltactlError]:
     try:
-        delta = open_delta(place)  # whether its files make one
-        if not checked:
-            check_delta(delta, before)
+        faults = data_faults(open_delta(place), before, checked=checked)
     except DeltactlError as error:
-        parts = {str(place / item.name.rsplit("/", 1)[1]): item.name for item in link.objects}
-        error.file = parts.get(error.file or "", link.name)
-        return [error]
-    return []
+        faults = [error]
+    parts = {str(place / item.name.rsplit("/", 1)[1]): item.name for item in link.objects}
+    for fault in faults:
+        fault.file = parts.get(fault.file or "", link.name)
+    return faults
 
 
-def check_delta(delta: Delta, before: Table | None = None) -> None:
-    """Every byte of the payload against its digest; without one, that what it says is possible."""
-    if delta.header.has_digests:
+def data_faults(
+    delta: Delta, before: Table | None = None, *, checked: bool = False
+) -> list[DeltactlError]:
+    """Every byte of the payload against its digest, unless that was ``checked`` before, and what
+    the payload shows against the rows; without digests, whether what it says is possible.
+
+    Raises Malformed.
+    """
+    if not delta.header.has_digests:
+        trl_check.check_data(delta, before)
+        return []
+    if not checked:
         delta.check_payload()
-        return
-    trl_check.check_data(delta, before)
+    return content_faults(delta)
 
 
 def _anchor_faults(
@@ -69,6 +77,7 @@ def _anchor_faults(
     try:
         with open_checkpoint(place) as checkpoint:  # whether its files make one
             faults += [] if checked else tensor_faults(checkpoint, link)
+            faults += sum_faults(checkpoint, link)
     except DeltactlError as error:
         error.file = link.name
         faults.append(error)

@@ -9,12 +9,17 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound
 
 MAX_SIZE = (1 << 63) - 1
 """The largest length, offset or number of bytes: what a file offset can hold."""
+
+
+def is_size(value: object) -> TypeGuard[int]:
+    """Whether a value out of JSON is a number of bytes."""
+    return type(value) is int and 0 <= value <= MAX_SIZE
 
 
 @contextmanager

@@ -8,20 +8,34 @@ changed, and memory is a block's changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
 from deltactl.core.bits import Bits, Bytes, element_bytes, elements
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
-from deltactl.core.encoding.base import BLOCK, Decoder
+from deltactl.core.encoding.base import BLOCK, BlockChanges, Decoder
 from deltactl.core.errors import Conflict
 from deltactl.core.header import Record, utf8
 
-Watch = Callable[[int, Bits], None]
-"""Called with a layer's number and each chunk after it; the array is only valid during the call."""
+
+class Watch(Protocol):
+    """Sees each chunk before and after each layer; the arrays are only valid during the call.
+
+    ``number``: the layer's; ``changes``: the block's; ``index``: the place of the block's first
+    element in the tensor; ``start``: that of the chunk's in the block.
+    """
+
+    def before(
+        self, number: int, changes: BlockChanges, index: int, start: int, chunk: Bits
+    ) -> None: ...
+    def after(
+        self, number: int, changes: BlockChanges, index: int, start: int, chunk: Bits
+    ) -> None: ...
+
 
 CHUNK = 1 << 20
 """Bytes handled together: less costs more calls, more leaves the cache."""
@@ -57,7 +71,7 @@ class Stack:
     def chunks(self, watch: Watch | None = None) -> Iterator[tuple[int, Bits]]:
         """Each chunk's byte offset and final elements; the array is valid until the next.
 
-        ``watch`` sees the chunk after each layer too. Raises Malformed.
+        ``watch`` sees the chunk before and after each layer too. Raises Malformed.
         """
         source = elements(self.data, self.dtype)
         width = element_bytes(self.dtype)
@@ -71,9 +85,8 @@ class Stack:
         if any(layer.decoder.needs_base for layer in self.layers[1:]):
             whole = block.copy()  # what a layer is decoded by is the block that the last one left
             for layer in self.layers:
-                layer.decoder.block(number, whole).put(whole, 0)
-                if watch is not None:
-                    watch(layer.number, whole)
+                changes = layer.decoder.block(number, whole)
+                _put_watched(watch, layer.number, changes, number, 0, whole)
             yield 0, whole
             return
         decoded = [(layer.number, layer.decoder.block(number, block)) for layer in self.layers]
@@ -83,10 +96,19 @@ class Stack:
             chunk = buffer[: min(size, block.size - at)]
             np.copyto(chunk, block[at : at + size])
             for layer_number, changes in decoded:
-                changes.put(chunk, at)
-                if watch is not None:
-                    watch(layer_number, chunk)
+                _put_watched(watch, layer_number, changes, number, at, chunk)
             yield at, chunk
+
+
+def _put_watched(
+    watch: Watch | None, layer: int, changes: BlockChanges, block: int, at: int, chunk: Bits
+) -> None:
+    if watch is None:
+        changes.put(chunk, at)
+        return
+    watch.before(layer, changes, block * BLOCK, at, chunk)
+    changes.put(chunk, at)
+    watch.after(layer, changes, block * BLOCK, at, chunk)
 
 
 def stacks(base: Checkpoint, deltas: Sequence[Delta]) -> dict[str, list[Stack]]:

@@ -122,6 +122,9 @@ def parse_header(raw: bytes, file_size: int, file: object) -> Header:
         what = "the header does not begin with {"
         raise Malformed(what, file=file, expected="{", found=reprlib.repr(bytes(raw[8:9])))
     document = parse_json(raw[8:start], file, what="the header", sizes_only=True)
+    if not raw[:start].rstrip(b" ").endswith(b"}"):
+        what = "the header is padded with something else than spaces"
+        raise Malformed(what, file=file, found=reprlib.repr(bytes(raw[start - 8 : start])))
     metadata = _metadata(document.pop(METADATA, {}), file)
     entries = [_entry(name, value, start, file) for name, value in document.items()]
     entries.sort(key=lambda entry: (entry.start, entry.stop))

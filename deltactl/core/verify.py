@@ -1,7 +1,8 @@
 """Proof that a chain is whole, at three levels; every fault found, none passed over.
 
-``links``: what the headers alone prove. ``data``: every byte of every payload against its digest.
-``rebuild``: every state replayed from its anchor, every tensor against its digest.
+``links``: what the headers alone prove. ``data``: every byte of every payload against its digest,
+and what a payload shows of its rows. ``rebuild``: every state replayed from its anchor, every
+tensor against its digest, and every row against what changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from deltactl.core.errors import (
 from deltactl.core.fetching import Fetched, batches, fetched
 from deltactl.core.link_check import doubts, link_faults, no_digests
 from deltactl.core.parallel import Meter
-from deltactl.core.payload_check import check_delta, payload_faults
+from deltactl.core.payload_check import data_faults, payload_faults
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import wanted_step
 from deltactl.core.replay_check import replay_faults
@@ -87,7 +88,7 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
         if level == "data":
             report.bytes_read = delta.header.nbytes
             progress("verifying", 0, delta.header.nbytes)
-            check_delta(delta)
+            report.errors += [fault.facts() for fault in data_faults(delta)]
             progress("verifying", delta.header.nbytes, delta.header.nbytes)
     except NotFound:
         raise
@@ -270,6 +271,7 @@ def _verify_against(
     progress: Progress,
 ) -> None:
     """Compare a step with a checkpoint bit for bit, without writing it anywhere."""
+    wanted = step
     with open_checkpoint(against) as other:
         try:
             wanted = wanted_step(chain, step)
@@ -286,8 +288,7 @@ def _verify_against(
             raise
         except DeltactlError as error:
             faults = [error]
-            wanted = step if step is not None else (chain.tip or 0)
     for fault in faults:
-        fault.step = wanted
+        fault.step = fault.step if wanted is None else wanted  # None: there is no tip to compare
         fault.file = fault.file or str(against)
         report.errors.append(fault.facts())

@@ -34,6 +34,7 @@ from tests.support.checkpoints import (
     write_hf_directory,
 )
 from tests.support.crash import crashes
+from tests.support.lies import Header, rewrite
 from tests.support.surroundings import decorate, holds_weights, others_of
 
 ENCODINGS = ("raw", "gap_delta", "ulp")
@@ -214,6 +215,27 @@ def test_a_torn_delta_is_refused(tmp_path: Path, before: Tensors, delta: Path, w
         apply_delta(delta, base, None)
     assert caught.value.file == str(delta)
     assert content(tmp_path) == was
+
+
+def test_a_payload_without_its_digest_is_refused_though_it_changes_nothing(
+    tmp_path: Path, before: Tensors
+) -> None:
+    """The level of a compressor is the writer's choice, so another payload may lead to the same
+    result: what was torn on the way is told by the payload's digest alone."""
+    delta = make_delta(tmp_path / "d.safetensors", before, next_state(before, 9))
+    other = "f" * 64
+
+    def change(header: Header, _: bytearray) -> None:
+        header["__metadata__"]["deltactl.payload_digest"] = other
+
+    rewrite(delta, change)
+    base = write(tmp_path / "base", before)
+    was = content(tmp_path)
+    for out in (tmp_path / "out", None):
+        with pytest.raises(Malformed, match="payload") as caught:
+            apply_delta(delta, base, out)
+        assert (caught.value.file, caught.value.expected) == (str(delta), other)
+        assert content(tmp_path) == was
 
 
 def test_a_result_that_is_not_the_one_named_is_refused(

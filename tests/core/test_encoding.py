@@ -28,6 +28,7 @@ from deltactl.core.encoding.base import (
     block_count,
     unseen,
 )
+from deltactl.core.encoding.integers import Reader, Undecodable
 from deltactl.core.errors import Malformed, Unsupported, UsageError
 from deltactl.core.files import Spool
 from tests.support.adversarial import Bits, pairs, small_blocks, special_bits, unsigned, width_of
@@ -555,8 +556,56 @@ HOSTILE_BLOCKS = {
     "a frame of more than its values": one_block(1, bomb(1 << 20), b"\0", u32(0)),
     "a frame of fewer": one_block(30, bomb(29), bytes(4), u32(0)),
     "no frame": one_block(9, b"\0" + u32(8) + bytes(8), b"\0\0", u32(0)),
+    "signs that are padded with ones": one_block(1, stream(3), b"\2", u32(0)),
     "escapes without end": one_block(1, stream(255) * 40, b"\0", u32(0)),
 }
+
+
+def frame(held: int, *, says: bool = True) -> bytes:
+    """A frame that holds so many zeros, and says so or not."""
+    return zstandard.ZstdCompressor(write_content_size=says).compress(bytes(held))
+
+
+@pytest.mark.parametrize(
+    "coded",
+    [frame(1000, says=False), frame(999), frame(1001), frame(1 << 20), b"", frame(1000)[:5]],
+    ids=["says nothing", "a byte less", "a byte more", "a bomb", "empty", "cut"],
+)
+def test_a_frame_is_refused_by_what_it_says_before_it_is_opened(
+    coded: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one without its size that holds just as many: nothing bounds what another would take."""
+    sound = b"\0" + u32(len(frame(1000))) + frame(1000)
+    assert not integers.decode(Reader(memoryview(sound)), 1000).any()
+    monkeypatch.setattr(integers._coder, "decompress", lambda *_, **__: pytest.fail("opened"))
+    with pytest.raises(Undecodable):
+        integers.decode(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
+
+
+def test_a_frame_that_holds_another_number_than_it_says_is_refused() -> None:
+    sound = frame(1000)
+    at = sound.index((1000 - 256).to_bytes(2, "little"))
+    lies = sound[:at] + (1001 - 256).to_bytes(2, "little") + sound[at + 2 :]
+    assert zstandard.frame_content_size(lies) == 1001
+    with pytest.raises(Undecodable):
+        integers.decode(Reader(memoryview(b"\0" + u32(len(lies)) + lies)), 1001)
+
+
+PADDED = {
+    "of the planes": (9, bytes([1]) + b"\0\0" + u32(9) + bytes(9)),
+    "of the last plane": (9, bytes([2]) + bytes(4) + u32(9) + bytes(9)),
+}
+
+
+@pytest.mark.parametrize(("count", "good"), PADDED.values(), ids=PADDED)
+def test_bits_that_fill_up_a_plane_are_zero(count: int, good: bytes) -> None:
+    assert not integers.decode(Reader(memoryview(good)), count).any()
+    at = 2 * good[0]  # the last plane's second byte holds one bit
+    for bit in range(1, 8):
+        bad = bytearray(good)
+        bad[at] |= 1 << bit
+        with pytest.raises(Undecodable, match="padding"):
+            integers.decode(Reader(memoryview(bytes(bad))), count)
 
 
 @pytest.mark.parametrize("case", HOSTILE_BLOCKS)

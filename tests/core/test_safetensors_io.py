@@ -156,6 +156,16 @@ MALFORMED: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("padding", ["\n\n", "  \t ", "\r   "])
+def test_a_header_is_padded_with_spaces_alone(padding: str) -> None:
+    """The format's own words; other white space is where two readers may differ."""
+    good = text("{}" + " " * len(padding), b"")
+    assert parse_header(good, len(good), "x").entries == {}
+    bad = text("{}" + padding, b"")
+    with pytest.raises(Malformed, match="padded with something else"):
+        parse_header(bad, len(bad), "x")
+
+
 @pytest.mark.parametrize(("raw", "what"), MALFORMED.values(), ids=MALFORMED)
 def test_malformed_headers_are_refused(raw: bytes, what: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deltactl.bucket.local import LocalBucket
@@ -30,6 +31,7 @@ from tests.support.chains import (
 )
 from tests.support.checkpoints import flip_bit, random_tensor, write_safetensors
 from tests.support.lies import Header, rewrite, rows, set_rows
+from tests.support.page_reader import touch_sum as touch_sum_of
 
 STEPS = states(7)
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -388,10 +390,25 @@ def lie_about(tensor: str) -> Callable[[Header, bytearray], None]:
     return change
 
 
-def lie_about_sums(header: Header, _: bytearray) -> None:
-    table = rows(header)
-    table[0]["old"] = "0" * 16
-    set_rows(header, table)
+def with_its_sum(tensor: str) -> Callable[[Header, bytearray], None]:
+    """The same, and the new touch sum of the row is made that of the value: nothing but a replay
+    shows that it is not what the digest says."""
+
+    def change(header: Header, payload: bytearray) -> None:
+        lie_about(tensor)(header, payload)
+        at, new = (
+            np.frombuffer(payload[start:stop], kind)
+            for (start, stop), kind in (
+                (header[f"{tensor}.idx"]["data_offsets"], "<i4"),
+                (header[f"{tensor}.val"]["data_offsets"], "<u2"),
+            )
+        )
+        table = rows(header)
+        row = next(row for row in table if row["name"] == tensor)
+        row["new"] = touch_sum_of(at, new)
+        set_rows(header, table)
+
+    return change
 
 
 def raw_chain(directory: Path, steps: list[Tensors]) -> Path:
@@ -404,7 +421,7 @@ def raw_chain(directory: Path, steps: list[Tensors]) -> Path:
 def test_a_delta_that_is_not_what_it_says_is_seen_by_rebuilding(tmp_path: Path) -> None:
     """The wire is right, the state is not: as when its writer had a fault."""
     root = raw_chain(tmp_path, STEPS)
-    rewrite(root / delta_name(3), lie_about("model.embed"))
+    rewrite(root / delta_name(3), with_its_sum("model.embed"))
     assert verify(root, "data").ok
     report = verify(root, "rebuild")
     assert {(row["step"], row["tensor"]) for row in report.errors} >= {(3, "model.embed")}
@@ -416,15 +433,17 @@ def test_a_delta_that_is_not_what_it_says_is_seen_by_rebuilding(tmp_path: Path) 
     assert not (tmp_path / "pulled").exists()
 
 
-def test_a_delta_that_cannot_be_decoded_is_seen_by_rebuilding(tmp_path: Path) -> None:
+def test_a_delta_that_cannot_be_decoded_is_seen_by_its_bytes(tmp_path: Path) -> None:
     def change(header: Header, payload: bytearray) -> None:
         start, stop = header["model.embed.idx"]["data_offsets"]
         payload[start:stop] = b"\xff\xff\xff\x7f" * ((stop - start) // 4)
 
     root = raw_chain(tmp_path, STEPS[:3])
     rewrite(root / delta_name(2), change)
-    report = verify(root, "rebuild")
-    assert named(report)[0] == (2, delta(2))
+    assert verify(root, "links").ok
+    for level in ("data", "rebuild"):
+        assert named(verify(root, level))[0] == (2, delta(2))
+    assert not verify_delta(root / delta_name(2)).ok
     with pytest.raises(Malformed, match=r"rise|range") as caught:
         pull(LocalBucket(root), tmp_path / "pulled", step=2)
     assert caught.value.file is not None
@@ -579,6 +598,23 @@ def test_against_what_cannot_be_compared(root: Path, tmp_path: Path) -> None:
     assert named(report) == [(6, delta(6))], "of what is compared nothing is wrong"
     report = verify(root, against=same, step=6)
     assert {row["step"] for row in report.errors} == {6}
+
+
+def test_against_the_tip_is_said_of_the_tip(root: Path, tmp_path: Path) -> None:
+    """Also where the way to it is broken, and where there is none at all."""
+    same = write(tmp_path / "same", STEPS[6])
+    tip = root / delta_name(7)
+    flip_bit(tip, tip.stat().st_size - 1)
+    rewrite(tip, lambda _, payload: payload.__setitem__(slice(8), b"\xff" * 8))
+    rows_of = [row for row in verify(root, "links", against=same).errors if row["step"] != 7]
+    assert rows_of == []
+    assert not verify(root, "links", against=same).ok
+    for name in [p.relative_to(root) for p in root.rglob("*") if p.is_file()]:
+        if name.name.startswith(("step_", "model.safetensors.index")):
+            (root / name).write_bytes(b"torn")
+    report = verify(root, "links", against=same)
+    assert report.errors
+    assert all(row["step"] in range(1, 8) for row in report.errors)
 
 
 # A delta by itself.

@@ -123,11 +123,12 @@ def make_delta(
     encoding: str = "ulp",
     step: int | None = 2,
 ) -> Path:
-    """The delta between two states, as a file."""
+    """The delta between two states, as a file; with a ``step`` as from the one below it."""
     a = write_safetensors(path.with_suffix(".a.safetensors"), before)
     b = write_safetensors(path.with_suffix(".b.safetensors"), after)
     with open_checkpoint(a) as base, open_checkpoint(b) as result:
-        diff(base, result, path, encoding=encoding, step=step)
+        base_step = None if step is None else step - 1
+        diff(base, result, path, encoding=encoding, step=step, base_step=base_step)
     a.unlink()
     b.unlink()
     return path

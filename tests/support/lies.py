@@ -13,24 +13,35 @@ Header = dict[str, Any]
 Change = Callable[[Header, bytearray], None]
 
 _PLACE = "deltactl.header_digest"
+_PAYLOAD = "deltactl.payload_digest"
+_ZEROS = "0" * 64
 
 
 def rewrite(delta: Path, change: Change) -> None:
-    """Let ``change`` alter a delta's header and payload, then make both digests fit again."""
+    """Let ``change`` alter a link's header and payload, then make the digests fit again that it
+    has not altered itself."""
     raw = delta.read_bytes()
     start = 8 + int.from_bytes(raw[:8], "little")
     header: Header = json.loads(raw[8:start])
     payload = bytearray(raw[start:])
+    before = dict(header["__metadata__"])
     change(header, payload)
     metadata = header["__metadata__"]
-    metadata["deltactl.payload_digest"] = blake3(payload).hexdigest()
-    metadata[_PLACE] = "0" * 64
+    if (digest := metadata.get(_PAYLOAD)) is not None and digest == before[_PAYLOAD]:
+        metadata[_PAYLOAD] = blake3(payload).hexdigest()
+    altered = metadata.get(_PLACE) != before[_PLACE]
+    if not altered:
+        metadata[_PLACE] = _ZEROS
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    sealed = len(text).to_bytes(8, "little") + text
-    digest = blake3(sealed).hexdigest().encode()
+    raw = len(text).to_bytes(8, "little") + text
+    delta.write_bytes((raw if altered else _sealed(raw)) + bytes(payload))
+
+
+def _sealed(raw: bytes) -> bytes:
     place = f'"{_PLACE}":"'.encode()
-    delta.write_bytes(sealed.replace(place + b"0" * 64, place + digest) + bytes(payload))
+    digest = blake3(raw).hexdigest().encode()
+    return raw.replace(place + _ZEROS.encode(), place + digest)
 
 
 def rows(header: Header) -> list[dict[str, Any]]:
@@ -44,14 +55,15 @@ def set_rows(header: Header, table: list[dict[str, Any]]) -> None:
 
 
 def rewrite_index(index: Path, change: Callable[[Header], None]) -> None:
-    """Let ``change`` alter an index, then make its digest fit again."""
+    """Let ``change`` alter an index, then make its digest fit again unless that is altered."""
     document: Header = json.loads(index.read_bytes())
+    before = document["metadata"][_PLACE]
     change(document)
-    document["metadata"][_PLACE] = "0" * 64
+    altered = document["metadata"].get(_PLACE) != before
+    if not altered:
+        document["metadata"][_PLACE] = _ZEROS
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
-    place = f'"{_PLACE}":"'.encode()
-    digest = blake3(text).hexdigest().encode()
-    index.write_bytes(text.replace(place + b"0" * 64, place + digest))
+    index.write_bytes(text if altered else _sealed(text))
 
 
 def table_of(index: Header, key: str) -> list[dict[str, Any]]:

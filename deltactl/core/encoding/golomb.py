@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.core.encoding.integers import Reader, Undecodable
+from deltactl.core.encoding.integers import Reader, Undecodable, packed_bits
 
 U64 = npt.NDArray[np.uint64]
 
@@ -119,10 +119,7 @@ def decode(reader: Reader, count: int, limit: int) -> U64:
 
 
 def _unpacked(reader: Reader, count: int) -> npt.NDArray[np.uint8]:
-    packed = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
-    if count % 8 and packed[-1] >> (count % 8):
-        raise Undecodable("bits of padding are not 0")
-    return np.unpackbits(packed, count=count, bitorder="little")
+    return np.unpackbits(packed_bits(reader, count), count=count, bitorder="little")
 
 
 def _quotients(reader: Reader, count: int, total: int) -> npt.NDArray[np.int64]:

@@ -61,6 +61,17 @@ class Reader:
         return int.from_bytes(self.take(4), "little")
 
 
+def packed_bits(reader: Reader, count: int) -> npt.NDArray[np.uint8]:
+    """The next ``count`` bits, as they are packed into bytes of their own.
+
+    Raises Undecodable, also where what is left of the last byte is not 0.
+    """
+    found = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
+    if count % 8 and found[-1] >> (count % 8):
+        raise Undecodable("bits of padding are not 0")
+    return found
+
+
 def encode(values: Values, depth: int = 0) -> bytes:
     """A stream of any number of unsigned integers of any width; the number itself is not in it."""
     if not values.size:
@@ -112,6 +123,8 @@ def decode(reader: Reader, count: int, depth: int = 0) -> npt.NDArray[np.uint64]
     if k > 63 or depth >= _DEPTH:
         raise Undecodable(f"a stream has {k} low bits at depth {depth}")
     planes = np.frombuffer(reader.take(k * -(-count // 8)), np.uint8)
+    if k and count % 8 and (planes.reshape(k, -1)[:, -1] >> (count % 8)).any():
+        raise Undecodable("bits of padding are not 0")
     high = _high(reader, count)
     values = _join(planes, high, k)
     escaped = np.flatnonzero(high == _ESCAPE)

@@ -126,7 +126,7 @@ def _encode_steps(steps: SplitSteps, longer: Positions) -> bytes:
 
 
 def _decode_steps(reader: integers.Reader, count: int, width: int) -> SplitSteps:
-    down = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
+    down = integers.packed_bits(reader, count)
     beyond = np.zeros(count, f"<u{width}")
     longer = _decode_positions(reader, reader.number(), count)
     lengths = integers.decode(reader, longer.size)

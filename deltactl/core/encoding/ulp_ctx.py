@@ -32,7 +32,7 @@ from deltactl.core.encoding.blocks import StoredBlocks, blocks_part
 from deltactl.core.encoding.classes import EXPONENTS, MOST_CLASSES, SEGMENT, Classes, Ranks
 from deltactl.core.encoding.golomb import leb128, read_leb128
 from deltactl.core.encoding.grouping import choose_borders, silent_segments
-from deltactl.core.encoding.integers import Reader, Undecodable
+from deltactl.core.encoding.integers import Reader, Undecodable, packed_bits
 from deltactl.core.encoding.ulp import SteppedBits, decode_ulp, encode_ulp, gaps_of
 from deltactl.core.files import Spool
 
@@ -197,7 +197,7 @@ def _number_below(reader: Reader, limit: int) -> int:
 def _read_steps(reader: Reader, layout: _Layout, width: int) -> SplitSteps:
     """Class after class."""
     count = sum(layout.counts)
-    down = np.frombuffer(reader.take(-(-count // 8)), np.uint8)
+    down = packed_bits(reader, count)
     limit = (1 << (8 * width - 1)) - 1  # a step goes half way round at most
     beyond = np.zeros(count, f"<u{width}")
     end = 0
