@@ -331,11 +331,14 @@ def unknown_weights(
     """The error for a server whose weights nobody knows."""
     state = "it is left paused" if seen.paused else "and it is NOT paused: it serves them"
     found = cause or seen.engine.poisoned
+    remedy = seen.engine.poisoned.hint if seen.engine.poisoned else None
+    if remedy is None or remedy.startswith("deltactl apply"):
+        remedy = f"deltactl apply {target} --server {url}, which writes every tensor anew"
     return Malformed(
         f"the server's weights are in an unknown state; {state}",
         file=url,
         found=None if found is None else str(found),
-        hint=f"deltactl apply {target} --server {url}, which writes every tensor anew",
+        hint=remedy,
     )
 
 

@@ -121,7 +121,8 @@ class Work(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """``map`` of the state: ``tensors`` (how many), ``unmapped`` and ``ignored``."""
+        """``map`` of the state: ``tensors`` (how many), ``unmapped``, ``ignored``, and ``refused``:
+        of those that only a reload could load the ones that it should not, with the reason."""
         ...
 
     def stage(self, request: Mapping[str, Any], tell: Tell) -> Staged:

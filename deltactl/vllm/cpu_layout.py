@@ -7,6 +7,9 @@ copies of a tied output layer and of experts as they were. Some processors also 
 AMX kernel for small weights. So where this backend is configured, and nowhere else, both steps are
 left out, and plain torch computes on the parameters themselves.
 
+Matrices of int8 stay with oneDNN. It reads their scales where they lay when it packed the matrix,
+which after a reload is memory that was freed: here they are kept.
+
 The modules that pack are patched once they are imported, by whoever needs them, so that a process
 that never builds a layer pays nothing. Whether to leave a layer unpacked is decided when it is
 processed, from the vLLM configuration then in force.
@@ -100,6 +103,31 @@ def _patch_experts(module: ModuleType) -> None:
     experts.process_weights_after_loading, experts.apply = process, apply
 
 
+def _patch_int8(module: ModuleType) -> None:
+    kernel = getattr(module, "CPUInt8ScaledMMLinearKernel", None)
+    pack = getattr(kernel, "process_weights_for_onednn", None)
+    if pack is None or getattr(pack, "by_deltactl", False):
+        return  # without it, such layers are none of layouts.PROVEN_ON_CPU
+
+    def process(self: Any, layer: Any) -> None:
+        before = getattr(self, "dnnl_handler", None)
+        self.scales_kept = getattr(self, "scales_kept", None) or _ours()
+        pack(self, layer)
+        if not self.scales_kept:
+            return
+        packed = self.dnnl_handler
+        packed.scales = getattr(layer, self.layer_param_names[1])
+        if before is not None:  # what torch.compile has captured goes on to lead to what is packed
+            was = before.handler_tensor.clone()
+            before.handler_tensor.copy_(packed.handler_tensor)
+            packed.handler_tensor.copy_(was)  # to be released with this one
+            before.scales, packed.scales = packed.scales, getattr(before, "scales", None)
+            self.dnnl_handler = before
+
+    process.by_deltactl = True  # type: ignore[attr-defined]
+    kernel.process_weights_for_onednn = process  # type: ignore[union-attr]
+
+
 def _places(chosen: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
     """The place on this rank of each chosen expert, -1 for one of another rank."""
     return chosen if expert_map is None else expert_map[chosen]
@@ -166,6 +194,7 @@ def _gated(wide: torch.Tensor, activation: str) -> torch.Tensor:
 _PATCHES: dict[str, Callable[[ModuleType], None]] = {
     "vllm.model_executor.layers.utils": _patch_linears,
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": _patch_experts,
+    "vllm.model_executor.kernels.linear.scaled_mm.cpu": _patch_int8,
 }
 
 

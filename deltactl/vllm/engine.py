@@ -20,6 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from deltactl.core.errors import DeltactlError, NotFound, Unsupported
 from deltactl.vllm import IMPORTED
+from deltactl.vllm.canary import Canary, ask
 from deltactl.vllm.peers import Alone, Group, Peers
 from deltactl.vllm.serving import Serving
 from deltactl.vllm.work import ModelWork
@@ -60,7 +61,8 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         refusal = _refusal(vllm_config)
         peers = _peers() if refusal is None else Alone()  # the others would not be called
         work = ModelWork(model, lambda: _directory(vllm_config), peers.size, IMPORTED, self._reload)
-        self.serving = Serving(work, peers, refusal)
+        self.serving = Serving(work, peers, refusal, Canary(lambda: ask(self.runner), peers))
+        self.runner: Any = None  # vLLM's, of this rank; the worker extension has it
 
     def _reload(self, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
         from deltactl.vllm.reload import reload_tensors

@@ -27,7 +27,7 @@ buffers for communication."""
 
 _WEIGHTS = (torch.Tensor, nn.Parameter, nn.Buffer)  # others of torch's kinds stand for no memory
 
-_FINISH = "process_weights_after_loading"
+FINISH = "process_weights_after_loading"
 """The method of a vLLM module that makes things of the weights below it."""
 
 
@@ -41,8 +41,8 @@ def kept_beside(
     """
     found: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
-        finishes = callable(getattr(module, _FINISH, None))
-        why = _kept_by(module, is_live) or (_made(module, reached) if finishes else None)
+        finishes = callable(getattr(module, FINISH, None)) or _is_made_over(module)
+        why = kept_by(module, is_live) or (_made(module, reached) if finishes else None)
         if why is None:
             continue
         where = prefix or "the model"
@@ -51,7 +51,30 @@ def kept_beside(
     return found
 
 
-def _kept_by(module: nn.Module, is_live: Callable[[torch.Tensor], bool]) -> str | None:
+def made_over(model: nn.Module) -> Callable[[str], bool]:
+    """Says of a checkpoint tensor whether its decoder layer, or else its module, has weights that
+    a method of quantisation has made over. What the loader does with such a tensor when loading is
+    over tells nothing of what it did before."""
+    names = [f".{name}." for name, module in model.named_modules() if _is_made_over(module)]
+
+    def near(tensor: str) -> bool:
+        parts = tensor.split(".")
+        at = next((n for n, part in enumerate(parts) if part.isdecimal()), None)
+        key = ".".join(parts[:-1] if at is None else parts[max(at - 1, 0) : at + 1])
+        return any(f".{key}." in name for name in names)
+
+    return near
+
+
+def _is_made_over(module: nn.Module) -> bool:
+    """Whether a method other than vLLM's for plain matrices has had its way with its weights."""
+    method = getattr(module, "quant_method", None)
+    plain = method is None or type(method).__name__.startswith("Unquantized")
+    return not plain and any(True for _ in module.parameters(recurse=False))
+
+
+def kept_by(module: nn.Module, is_live: Callable[[torch.Tensor], bool]) -> str | None:
+    """What a module computes with beside its parameters: its path from the module, or in words."""
     packed = vars(module).get("cpu_linear")
     if isinstance(packed, FunctionType) and packed.__closure__:
         return "a packed copy of the weight"

@@ -8,7 +8,9 @@ Limits. It takes the time to load and lay out those layers, in the pause. What i
 be compared with the checkpoint's bits, before or after, and nothing of it can be taken back: a
 failure in the middle leaves weights that nobody knows. Two things that vLLM packs for a CPU its
 reload forgets, a tied output layer's copy and unquantised experts; they are packed again here.
-Copies of other kinds that vLLM's reload did not know of would stay stale.
+That parameters read right afterwards proves nothing of what a layer computes with beside them: only
+layers for which a test has compared answers are loaded so (``layouts``), and the model is asked
+before anybody else asks it (``canary``).
 """
 
 from __future__ import annotations
@@ -42,24 +44,26 @@ def reload_tensors(
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
+    from vllm.utils.torch_utils import set_default_torch_dtype
 
     wanted = list(names)
     for name in wanted:
         _need(checkpoint, name)
     groups = dict.fromkeys(map(_group, wanted))
     fed = [name for name in checkpoint.tensors if _group(name) in groups]
-    initialize_layerwise_reload(model)
-    try:
-        model.load_weights(_weights(checkpoint, fed))
-        if _has_incomplete(model):  # a layer of tensors with other names: all of them, then
-            rest = [name for name in checkpoint.tensors if _group(name) not in groups]
-            model.load_weights(_weights(checkpoint, rest))
-            fed += rest
-    finally:
-        touched = _touched(model)
-        with _without_warnings():
-            finalize_layerwise_reload(model, model_config)
-    _pack_for_cpu(model, touched)
+    with set_default_torch_dtype(model_config.dtype):  # as vLLM does when it loads
+        initialize_layerwise_reload(model)
+        try:
+            model.load_weights(_weights(checkpoint, fed))
+            if _has_incomplete(model):  # a layer of tensors with other names: all of them, then
+                rest = [name for name in checkpoint.tensors if _group(name) not in groups]
+                model.load_weights(_weights(checkpoint, rest))
+                fed += rest
+        finally:
+            touched = _touched(model)
+            with _without_warnings():
+                finalize_layerwise_reload(model, model_config)
+        _pack_for_cpu(model, touched)
     return tuple(fed)
 
 

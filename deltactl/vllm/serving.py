@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
+from deltactl.vllm.canary import Canary
 from deltactl.vllm.contract import Staged, Work
 from deltactl.vllm.peers import Peers
 from deltactl.vllm.served import Served, in_thread
@@ -42,9 +43,16 @@ _ANOTHER_REFUSED = "another rank refused the update"
 class Serving(Served):
     """One rank of a server: what it serves, and the update under way."""
 
-    def __init__(self, work: Work, peers: Peers, refusal: DeltactlError | None = None) -> None:
+    def __init__(
+        self,
+        work: Work,
+        peers: Peers,
+        refusal: DeltactlError | None = None,
+        canary: Canary | None = None,
+    ) -> None:
         super().__init__(work, peers, refusal)
         self._update: Update | None = None
+        self._canary = canary
 
     def state(self) -> dict[str, Any]:
         """What this rank knows, as JSON; the part of ``deltactl_state()`` that needs no vLLM."""
@@ -145,6 +153,8 @@ class Serving(Served):
         try:
             phase = mine.staged.judge(total)
             mine.sums_after = mine.staged.sums_after(self._sums, total)
+            if phase == "ready" and mine.staged.reloaded and self._canary is not None:
+                self._canary.before()
         except Exception as raised:  # on every rank alike
             mine.end("refused", wrapped(raised, "the sums could not be compared"))
             return
@@ -196,6 +206,9 @@ class Serving(Served):
         if least == 2:  # on all ranks, before anything that cannot be taken back
             error = self._completed(update)
             least = self._peers.least(0 if error else 2)
+        if least == 2 and staged.reloaded:
+            error = self._sung()
+            least = 0 if error else 2  # on all ranks alike
         if least == 2:
             with self._lock:
                 self._take_over(update, "committed")
@@ -220,10 +233,19 @@ class Serving(Served):
             return wrapped(raised, "the weights could not be written")
         return None
 
+    def _sung(self) -> DeltactlError | None:
+        """Ask the model that has been reloaded; what is wrong with its answer."""
+        try:
+            if self._canary is not None:
+                self._canary.after()
+        except Exception as raised:
+            return wrapped(raised, "the model could not be asked")
+        return None
+
     def _poisoned_by(self, update: Update, error: DeltactlError) -> None:
         """Nobody knows the weights. With the lock held."""
         what = "an update failed half-way and could not be taken back"
-        self._poison = DeltactlError(what, found=str(error), hint=REPAIR)
+        self._poison = DeltactlError(what, found=str(error), hint=error.hint or REPAIR)
         self._error, self._step, self._state = error, None, None
         update.end("failed", error)
 

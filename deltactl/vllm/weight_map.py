@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deltactl.vllm.kept_beside import kept_beside
+from deltactl.vllm.kept_beside import kept_beside, made_over
 from deltactl.vllm.ownership import Ownership, Summary, box, overlap, owners
 from deltactl.vllm.regions import Located, MappedTensor, Region, TensorSpec, region
 from deltactl.vllm.tracing import DTYPES, KeepData, Live, LiveStorages, Recorder, Write
@@ -59,6 +59,12 @@ class WeightMap:
         self.tensors.pop(name, None)
         self.ignored = tuple(other for other in self.ignored if other != name)
         self.unmapped[name] = why
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a tensor of the map lies in the storage of this parameter."""
+        place = parameter.untyped_storage().data_ptr()
+        reached = {one.storage for mapped in self.tensors.values() for one in mapped.regions}
+        return any(self.storages[n].bits.data_ptr() == place for n in reached)
 
     def summary(self) -> Summary:
         """What other ranks need to know of this one's map."""
@@ -349,3 +355,6 @@ def _leave_out_kept_beside(found: WeightMap, model: nn.Module, live: LiveStorage
         why = next((reasons[one.storage] for one in mapped.regions if one.storage in reasons), None)
         if why is not None:
             found.unmap(name, why)
+    is_near = made_over(model)
+    for name in filter(is_near, found.ignored):
+        found.unmap(name, "the loader does nothing with it now that its layer is laid out")

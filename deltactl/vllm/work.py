@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from deltactl.bucket import open_bucket
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.core.store import Bucket
-from deltactl.vllm import host, live, staging
+from deltactl.vllm import host, layouts, live, staging
 from deltactl.vllm.contract import Identity, Tell, Values
 from deltactl.vllm.identity import file_times
 from deltactl.vllm.ownership import owners
@@ -113,10 +113,25 @@ class ModelWork:
             "tensors": len(self.map.tensors),
             "unmapped": dict(self.map.unmapped),
             "ignored": sorted(self.map.ignored),
+            "refused": self._refused(),
         }
+
+    def _refused(self) -> dict[str, str]:
+        """Tensors that only a reload could load, and should not, each with the reason."""
+        why = layouts.unproven(self._model, self.map.holds) if self.map.unmapped else None
+        return {} if why is None else dict.fromkeys(self.map.unmapped, why)
+
+    def _may_reload(self, names: Collection[str]) -> None:
+        """Raise Unsupported where one of these tensors should not go through the loader."""
+        refused = self._refused()
+        names = [name for name in names if name in refused]
+        if names:
+            raise layouts.refusal(refused[names[0]], names)
 
     def stage(self, request: Mapping[str, Any], tell: Tell) -> Prepared:
         """See Work."""
+        if request["full"]:
+            self._may_reload(self.map.unmapped)
         bucket, told = open_bucket(request["bucket"]), Told(tell)
         stage = self._stage_full if request["full"] else self._run
         found = stage(bucket, request, told)
@@ -124,6 +139,7 @@ class ModelWork:
             if self._reload is None:
                 what = "the update changes tensors that cannot be written in place"
                 raise Unsupported(what, found=", ".join(found.reloaded))
+            self._may_reload(found.reloaded)
             start = time.perf_counter()
             checkpoint = self._checkpoint(bucket, request["to_step"], request["to_state"], told)
             found.reload = partial(self._reload, found.reloaded, checkpoint)

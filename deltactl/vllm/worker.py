@@ -85,6 +85,7 @@ def _told(
     serving = getattr(worker.weight_transfer_engine, "serving", None)
     state: State = dict.fromkeys(_OF_SERVING) | {"identity": "unknown"}
     if isinstance(serving, Serving):
+        worker.weight_transfer_engine.runner = getattr(worker, "model_runner", None)
         if act is not None:
             act(serving)
         state |= serving.state()

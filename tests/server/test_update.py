@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import requests
 
-from deltactl.core.errors import Conflict, Malformed, Transient
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.drive import PATIENCE
 from deltactl.server.report import Replica
@@ -282,6 +282,22 @@ def test_a_poisoned_server_that_cannot_be_repaired_stays_paused(start: Start, st
     workers.before_staged = None
     assert apply(steps, 4, server).error is None
     assert_serves(server, steps, 4)
+
+
+def test_a_model_that_answers_badly_stays_paused_and_the_way_out_is_a_restart(
+    start: Start, steps: Steps
+) -> None:
+    """Another try by the anchor goes the same way: no apply can mend it."""
+    server = start()
+    hint = "pull the step, and start the server anew on it"
+    server.vllm.workers.answers_badly = DeltactlError("it answers noise", hint=hint)
+    report = apply(steps, 3, server)
+    assert isinstance(report.error, Malformed)
+    assert "left paused" in report.error.what
+    assert "it answers noise" in str(report.error)
+    assert report.error.hint == hint
+    assert (server.vllm.paused, report.paused, report.step_after) == (True, True, None)
+    assert server.vllm.resumed_on == []
 
 
 def test_weights_that_were_changed_behind_its_back_are_refused_and_then_repaired(

@@ -192,7 +192,9 @@ def place(request: pytest.FixtureRequest, steps: Steps, tmp_path: Path) -> Place
 def test_the_step_is_found_by_what_the_directory_holds(place: Place) -> None:
     for row in place.ready():
         assert (row["identity"], row["step"], row["state"]) == ("known", 1, place.states[1])
-        assert row["map"] == {"tensors": 3, "unmapped": {}, "ignored": ["unused"]}
+        assert row["map"] == {
+            "tensors": 3, "unmapped": {}, "ignored": ["unused"], "refused": {}
+        }  # fmt: skip
 
 
 def test_one_step_after_another(place: Place) -> None:
@@ -303,6 +305,25 @@ def test_what_no_map_can_express_where_nothing_else_loads_it(steps: Steps, tmp_p
     (row,) = place.stage(3)
     assert row["update"]["phase"] == "failed"
     assert row["update"]["error"]["found"] == "norm"
+    assert place.holds(1)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_layer_that_no_reload_was_proven_for_is_refused_by_name(
+    steps: Steps, tmp_path: Path, full: bool
+) -> None:
+    place = Place(steps, tmp_path, 2, odd=True, reload=reload_norm)
+    for model in place.models:
+        model.head = nn.Module()
+        model.head.quant_method = type("Fp8LinearMethod", (), {})()
+    refused = "head is laid out by Fp8LinearMethod"
+    assert place.ready()[0]["map"]["refused"] == {"norm": refused}
+    for row in place.stage(3, full=full):
+        assert row["update"]["phase"] == "failed"
+        error = row["update"]["error"]
+        assert (error["kind"], error["tensor"], error["found"]) == ("Unsupported", "norm", refused)
+        assert error["hint"] == "pull the step, and start the server anew on it"
+        assert row["poisoned"] is None
     assert place.holds(1)
 
 

@@ -30,7 +30,8 @@ class Workers:
 
     ``rank_says``: by rank, what its replies say instead. ``before_staged``: called in the thread
     that stages, before it is through. ``write_fails``, ``roll_back_fails``: the next commit writes
-    half and fails, and cannot take it back. ``unmapped``: names that the map lacks. ``lock``: held
+    half and fails, and cannot take it back. ``answers_badly``: what a model that went through its
+    loader says of itself after each commit. ``unmapped``: names that the map lacks. ``lock``: held
     by whatever runs on the main thread of the workers, as that runs one thing at a time.
     """
 
@@ -41,6 +42,7 @@ class Workers:
         self.rank_says: dict[int, dict[str, Any]] = {}
         self.before_staged: Callable[[], object] | None = None
         self.write_fails = self.roll_back_fails = False
+        self.answers_badly: DeltactlError | None = None
         self.unaudited: list[str] = []
         self.identity, self.step, self.state = "unknown", None, None
         self.sums: dict[str, int] = {}
@@ -226,6 +228,10 @@ class Workers:
             update["phase"], update["error"] = "rolled_back", error
             return
         staged.write(self.tensors)
+        if (bad := self.answers_badly) is not None:
+            update["phase"], update["error"], self.poisoned = "failed", bad, bad
+            self.step = self.state = None
+            return
         for row in staged.rows:
             size = self.tensors[row.name].bits.size
             old, new, _ = row.sums(size, 0, 1)
