@@ -40,7 +40,7 @@ class Campaign:
         for number in range(jobs):
             self._copies.put(Copy(scratch / f"copy_{number}", root))
         self._log, self._lock = log, threading.Lock()
-        self._usual: dict[tuple[str, ...], float] = {}
+        self._usual: dict[frozenset[str], float] = {}
 
     def run(self, asked: Asked, seconds: float, tell: Tell) -> Fates:
         """What becomes of the mutants; of those that no time is left for, nothing. Raises Useless
@@ -62,16 +62,16 @@ class Campaign:
         return found
 
     def _measure(self, tests: tuple[str, ...]) -> None:
-        if tests not in self._usual:
+        if frozenset(tests) not in self._usual:  # in whatever order
             copy = self._copies.get()
-            self._usual[tests] = copy.without_fault(tests)
+            self._usual[frozenset(tests)] = copy.without_fault(tests)
             self._copies.put(copy)
 
     def _fate(self, module: str, mutant: Mutant) -> Fate:
         tests = self._tests[module]
         copy = self._copies.get()
         try:
-            fate = copy.fate(module, mutant, tests, self._usual[tests])
+            fate = copy.fate(module, mutant, tests, self._usual[frozenset(tests)])
         finally:
             self._copies.put(copy)
         self._note(module, mutant, fate)

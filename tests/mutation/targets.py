@@ -7,24 +7,32 @@ from pathlib import Path
 
 from tests.mutation.running import ROOT
 
-TARGETS = {
-    "deltactl/core/verify.py": ("tests/core/test_verify.py", "tests/test_bit_flips.py"),
+VERIFY = (
+    "tests/core/test_verify.py", "tests/core/test_every_key.py", "tests/core/test_several_files.py",
+    "tests/core/test_guards.py", "tests/test_trl_chains.py", "tests/test_bit_flips.py",
+)  # fmt: skip
+PUBLISH = (
+    "tests/core/test_publish.py", "tests/core/test_admission.py", "tests/core/test_other_models.py",
+)  # fmt: skip
+
+TARGETS: dict[str, tuple[str, ...]] = {
+    "deltactl/core/verify.py": VERIFY,
+    "deltactl/core/*_check.py": VERIFY,
     "deltactl/core/apply.py": (
         "tests/core/test_apply.py", "tests/core/test_in_memory.py", "tests/core/test_encoding.py",
         "tests/cli/test_apply.py",
     ),
-    "deltactl/core/publish.py": (
-        "tests/core/test_publish.py", "tests/core/test_admission.py",
-        "tests/core/test_other_models.py",
-    ),
-    "deltactl/core/encoding/": (
+    "deltactl/core/publish.py": PUBLISH,
+    "deltactl/core/admission.py": PUBLISH,
+    "deltactl/core/chain_model.py": PUBLISH,
+    "deltactl/core/encoding/*.py": (
         "tests/core/test_encoding.py", "tests/core/test_classes.py", "tests/core/test_golomb.py",
         "tests/core/test_grouping.py", "tests/core/test_ulp_ctx.py", "tests/test_golden.py",
     ),
     "deltactl/vllm/staging.py": ("tests/vllm/test_staging.py",),
-    "deltactl/server/": ("tests/server/", "tests/cli/test_servers.py"),
+    "deltactl/server/*.py": ("tests/server/test_*.py", "tests/cli/test_servers.py"),
 }  # fmt: skip
-"""Of a directory all modules, with the same tests; paths from the checkout."""
+"""Patterns of files in the checkout, and of those with their tests."""
 
 
 def modules(wanted: Sequence[str] = (), root: Path = ROOT) -> dict[str, tuple[str, ...]]:
@@ -34,25 +42,24 @@ def modules(wanted: Sequence[str] = (), root: Path = ROOT) -> dict[str, tuple[st
     """
     found = {}
     for target, tests in TARGETS.items():
-        paths = sorted((root / target).glob("*.py")) if target.endswith("/") else [root / target]
-        for path in paths:
-            found[path.relative_to(root).as_posix()] = tests
+        for module in _files(target, root):
+            found[module] = _nearest_first(module, tests, root)
     for each in wanted:
         if not any(module.startswith(each) for module in found):
             raise ValueError(f"{each} is not among {', '.join(TARGETS)}")
     return {
-        module: _nearest_first(module, tests, root)
+        module: tests
         for module, tests in found.items()
         if not wanted or module.startswith(tuple(wanted))
     }
 
 
+def _files(pattern: str, root: Path) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.glob(pattern))
+
+
 def _nearest_first(module: str, tests: tuple[str, ...], root: Path) -> tuple[str, ...]:
-    """Files before directories' others: a file that is named after the module is run first."""
-    files: list[str] = []
-    for test in tests:
-        path = root / test
-        inside = sorted(path.glob("test_*.py")) if path.is_dir() else [path]
-        files += [each.relative_to(root).as_posix() for each in inside]
+    """The files of the tests; one that is named after the module is run first."""
+    files = [file for pattern in tests for file in _files(pattern, root)]
     named = f"test_{Path(module).stem}.py"
     return tuple(sorted(files, key=lambda file: not file.endswith(f"/{named}")))
