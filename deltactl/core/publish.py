@@ -135,6 +135,7 @@ class _Publisher:
                 found = self._diff(checkpoint, base, delta, step)
                 if asked is None and found.identical:
                     report = self._same_step(tip, found.result_state, found.total_elements)
+                    report = replace(report, left_behind=self._left_behind(checkpoint))
                     return self._finish_anchor(checkpoint, report)
                 report = replace(
                     delta_report(found, step, self._dry_run),
@@ -178,7 +179,8 @@ class _Publisher:
         """An anchor that a push did not live to write is written when the step is pushed again."""
         if report.step != self._chain.steps[-1] or not self._anchor_due(report):
             return report
-        return self._anchor(checkpoint, replace(report, written=True), keep=False)
+        report = replace(report, written=True, left_behind=())
+        return self._anchor(checkpoint, report, keep=False)
 
     def _anchor_due(self, report: PushReport) -> bool:
         """Whether the step of a report, whose link is a delta, is to be an anchor as well."""
