@@ -34,7 +34,7 @@ from deltactl.core.push_report import PushReport, delta_report, with_size
 from deltactl.core.restamp import restamped
 from deltactl.core.safetensors_io import read_header
 from deltactl.core.signatures import check_fetched
-from deltactl.core.snapshot import Snapshot, put_files, take_snapshot
+from deltactl.core.snapshot import Snapshot, put_whole, take_snapshot
 from deltactl.core.store import Bucket
 
 __all__ = ["PushReport", "push"]
@@ -352,8 +352,10 @@ class _Publisher:
         return temporary_directory(self._cached)
 
     def _put_anchor(self, snapshot: Snapshot, report: PushReport) -> PushReport:
-        files = put_files(self._bucket, snapshot, self._progress)
-        written = self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
+        def put_index() -> bool:
+            return self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
+
+        files, written = put_whole(self._bucket, snapshot, put_index, self._progress)
         files[snapshot.name] = snapshot.path.stat().st_size
         return replace(
             report,
