@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.bucket.retrying import RetryingBucket
+from deltactl.bucket.retrying import RetryingBucket, eager
 from deltactl.bucket.throttle import Throttle
 from deltactl.core.errors import UsageError
 from deltactl.core.store import Bucket, refuse_secret
@@ -16,11 +16,14 @@ _LOCAL_JOBS = 16  # on a network file system it is latency that is waited for
 _HUB_JOBS = 16
 
 
-def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = None) -> Bucket:
+def open_bucket(
+    url: str, *, jobs: int | None = None, limit_rate: int | None = None, publishes: bool = False
+) -> Bucket:
     """The bucket at ``url``; it need not exist yet.
 
     ``jobs``: requests to make at once, by default what suits the store. ``limit_rate``: bytes a
-    second, of all transfers together. Raises UsageError for an unknown scheme, for a password in
+    second, of all transfers together. ``publishes``: for a training run, which tries again sooner
+    what a remote one fails to do. Raises UsageError for an unknown scheme, for a password in
     the address, and for a limit that the store's client cannot keep.
     """
     refuse_secret(url)
@@ -32,16 +35,17 @@ def open_bucket(url: str, *, jobs: int | None = None, limit_rate: int | None = N
         hint = "write SCHEME://, or ./ before the name of a directory"
         raise UsageError(what, expected="s3://BUCKET/PREFIX, a directory or the like", hint=hint)
     throttle = None if limit_rate is None else Throttle(limit_rate)
+    remote = eager if publishes else _remote
     if scheme is None:
         return LocalBucket(Path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "file":
         return LocalBucket(_local_path(url), jobs or _LOCAL_JOBS, throttle)
     if scheme[1].lower() == "hf":
-        return _remote(_open_hub(url, jobs or _HUB_JOBS, limit_rate))
+        return remote(_open_hub(url, jobs or _HUB_JOBS, limit_rate))
     if scheme[1].lower() in ("s3", "gs", "az"):
         from deltactl.bucket.stores import open_objects
 
-        return _remote(open_objects(url, jobs, throttle))
+        return remote(open_objects(url, jobs, throttle))
     raise UsageError(
         "unknown kind of bucket",
         file=url,

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from deltactl.core.asides import Outcome
 from deltactl.core.errors import Transient
-from deltactl.core.store import Bucket, Object, Unfinished, holds_bytes
+from deltactl.core.store import Bucket, Object, holds_bytes
 
 R = TypeVar("R")
 
@@ -19,12 +18,15 @@ _PATIENCE = 60.0  # seconds, waits and tries together
 _FIRST_WAIT = 1.0  # seconds at most; doubled from try to try
 _LONGEST_WAIT = 20.0
 
+_EAGER_TRIES, _EAGER_WAIT = 40, 5.0  # it is patience that ends these
+
 
 class RetryingBucket:
     """Implements core.store.Bucket over another, and tries again what raises Transient.
 
-    It waits a random part of a time that doubles (full jitter, so that many who failed together do
-    not come back together), and no less than the server asked for. It gives up after ``tries``, or
+    It waits a random part of a time that doubles, up to ``longest_wait`` seconds (full jitter, so
+    that many who failed together do not come back together), and no less than the server asked for.
+    It gives up after ``tries``, or
     where the next try would begin more than ``patience`` seconds after the first; then the error
     says how often it tried.
     """
@@ -35,11 +37,13 @@ class RetryingBucket:
         *,
         tries: int = _TRIES,
         patience: float = _PATIENCE,
+        longest_wait: float = _LONGEST_WAIT,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._bucket, self._tries, self._patience = bucket, tries, patience
+        self._longest_wait = longest_wait
         self._clock, self._sleep, self._draw = clock, sleep, draw
 
     @property
@@ -72,12 +76,6 @@ class RetryingBucket:
 
     def delete(self, name: str) -> None:
         self._again(lambda: self._bucket.delete(name))
-
-    def unfinished(self) -> Iterable[Unfinished]:
-        return self._again(lambda: [*self._bucket.unfinished()])
-
-    def discard(self, item: Unfinished, before: float) -> Outcome:
-        return self._again(lambda: self._bucket.discard(item, before))
 
     def put(self, name: str, source: Path) -> bool:
         """Create an object from a file; False, and nothing done, if the name is taken.
@@ -112,8 +110,14 @@ class RetryingBucket:
         raise AssertionError("at least one try")
 
     def _wait(self, tried: int, asked: float | None) -> float:
-        longest = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** (tried - 1))
+        longest = min(self._longest_wait, _FIRST_WAIT * 2.0 ** (tried - 1))
         return max(self._draw() * longest, asked or 0.0)
+
+
+def eager(bucket: Bucket) -> RetryingBucket:
+    """One that is soon there when the bucket is back, for a run's only publisher: of many clients
+    all would be a burden."""
+    return RetryingBucket(bucket, tries=_EAGER_TRIES, longest_wait=_EAGER_WAIT)
 
 
 def _given_up(error: Transient, tried: int) -> Transient:

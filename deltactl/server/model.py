@@ -14,7 +14,7 @@ from typing import Any
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.digest import TensorState
 from deltactl.core.errors import Conflict, DeltactlError
-from deltactl.server.layouts import config_of, is_tied
+from deltactl.core.reading import parse_json
 
 HEAD = "lm_head.weight"
 """The one tensor that may be there or not, where the output layer shares the embedding."""
@@ -31,7 +31,7 @@ def check_model(
     step = {tensor.name: tensor.shape for tensor in tensors}
     if not served or not step:
         return
-    optional = {HEAD} if is_tied(config_of(path)) else set()
+    optional = {HEAD} if _is_tied(path) else set()
     for name in sorted((served.keys() | step.keys()) - optional):
         if served.get(name) != step.get(name):
             raise Conflict(
@@ -53,6 +53,17 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
             return {tensor.name: tensor.shape for tensor in found.tensors.values()}
     except (DeltactlError, OSError):
         return {}
+
+
+def _is_tied(path: Path) -> bool:
+    """Whether its configuration says so, for a model of text or of more."""
+    try:
+        config = parse_json((path / "config.json").read_bytes(), path)
+    except (DeltactlError, OSError):
+        return False
+    of_text = config.get("text_config")
+    parts = [config, of_text if isinstance(of_text, dict) else {}]
+    return any(part.get("tie_word_embeddings") is True for part in parts)
 
 
 def _told(shape: tuple[int, ...] | None) -> str:

@@ -16,10 +16,13 @@ Notify = Callable[[str, int], None]
 
 
 class Account(ABC):
-    """``history``: what the bucket has confirmed, in order."""
+    """``history``: what the bucket has confirmed, in order; ``taken``: the steps of training that
+    were to be published, of which the bucket has ``_put`` in links."""
 
     def __init__(self, url: str, notify: Notify | None) -> None:
         self.history: list[Publication] = []
+        self.taken = self._put = 0
+        self._url = url
         self._step_error: Exception | None = None
         self._link_error: Exception | None = None
         self._anchor_error: Exception | None = None
@@ -46,6 +49,7 @@ class Account(ABC):
         """A link that the bucket has; ``started``: the clock when its capture began."""
         publication = replace(publication, seconds=time.monotonic() - started)
         self._link_error = None
+        self._put += publication.merged_steps + 1
         self._note(publication)
         if self._notices is not None:
             self._notices.tell(publication.step)
@@ -81,10 +85,21 @@ class Account(ABC):
         else:
             log.warning("an anchor could not be put, and will be again: %s", error)
 
-    def close(self) -> None:
-        """Tell of what has not been told yet."""
+    def close(self, until: float | None = None) -> None:
+        """Tell of what has not been told yet; see Worker."""
         if self._notices is not None:
-            self._notices.close()
+            self._notices.close(until)
+
+    def tell_missing(self) -> None:
+        """Log how many steps are not in the bucket, if any, when no more are put."""
+        missing = self.taken - self._put
+        if missing > 0:
+            steps = [publication.step for publication in self.history]
+            newest = f"step {max(steps)}" if steps else "none of them"
+            log.error(
+                "%d of the %d steps of this run are not in the bucket %s, whose newest is %s; the "
+                "next run goes on from there", missing, self.taken, self._url, newest,
+            )  # fmt: skip
 
 
 class _Notices:
@@ -113,5 +128,5 @@ class _Notices:
         except Exception as error:  # another's code; whom it could not tell may follow the bucket
             log.warning("step %d is published, and notify failed: %s", step, error, exc_info=error)
 
-    def close(self) -> None:
-        self._worker.close()
+    def close(self, until: float | None) -> None:
+        self._worker.close(until)

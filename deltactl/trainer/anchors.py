@@ -82,9 +82,9 @@ class Anchors:
             self._since = from_anchor(publication.step, size, (i.publication for i in self._loose))
         self._done(replace(publication, bytes=size))
 
-    def close(self) -> None:
-        """Finish what is under way."""
-        self._worker.close()
+    def close(self, until: float | None = None) -> None:
+        """Finish what is under way; see Worker."""
+        self._worker.close(until)
 
 
 def is_due(cadence: Cadence, since: Run) -> bool:

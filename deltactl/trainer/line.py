@@ -16,6 +16,7 @@ from deltactl.trainer.local_base import LocalBase
 from deltactl.trainer.put import put_anchor, put_link
 from deltactl.trainer.report import Publication
 from deltactl.trainer.resume import Begin
+from deltactl.trainer.waiting import Waiting
 from deltactl.trainer.worker import Job, Worker
 
 PENDING = 4
@@ -68,14 +69,9 @@ class Line(Account):
         """Whether no link is put any more."""
         return self._links.over
 
-    @property
-    def has_room(self) -> bool:
-        """Whether another link may be added without waiting for the bucket."""
-        return self._links.has_room
-
-    def wait_for_room(self) -> bool:
-        """See Worker."""
-        return self._links.wait_for_room()
+    def room(self, how: Waiting) -> bool:
+        """Whether another link may be added, after having waited for the bucket in this way."""
+        return how.room(self._links)
 
     # On the thread that encodes.
 
@@ -131,11 +127,11 @@ class Line(Account):
 
         return put
 
-    def close(self) -> None:
-        """Put what is waiting, or give up at the first error."""
-        self._links.close()
-        self._anchors.close()
-        super().close()
+    def close(self, until: float | None = None) -> None:
+        """Put what is waiting, or give up at the first error; see Worker."""
+        self._links.close(until)
+        self._anchors.close(until)
+        super().close(until)
 
 
 def _publication(captured: Captured, kind: str, total_elements: int, state: str) -> Publication:

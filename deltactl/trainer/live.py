@@ -37,6 +37,9 @@ _CODES: dict[torch.dtype, str] = {
 }  # fmt: skip
 
 
+_LEFT_OUT = "names={...: None}"
+
+
 @dataclass(frozen=True, slots=True)
 class Live:
     """One tensor as it is published.
@@ -76,6 +79,13 @@ def live_tensors(tensors: Mapping[str, torch.Tensor], dtype: str | None) -> dict
     return {name: _live(name, tensor, dtype) for name, tensor in tensors.items()}
 
 
+def check_not_empty(elements: int) -> None:
+    """Raise Unsupported for a model that has no elements at all."""
+    if not elements:
+        what = "the model has no weights to publish: its tensors have no elements"
+        raise Unsupported(what, hint="make the publisher when the weights are there; see names=")
+
+
 def check_view(dtype: str | None) -> None:
     """Raise UsageError for a view that is none."""
     if dtype not in (None, "bfloat16"):
@@ -88,16 +98,33 @@ def _live(name: str, tensor: torch.Tensor, dtype: str | None) -> Live:
         what = "a tensor that is spread over ranks cannot be published by one of them"
         hint = "deltactl.trainer.RanksPublisher, on every rank"
         raise Unsupported(what, tensor=name, found=type(tensor).__name__, hint=hint)
-    if tensor.dtype not in _CODES or tensor.layout != torch.strided or tensor.is_meta:
+    if (missing := _missing(tensor)) is not None:
+        hint = f"make the publisher when the weights are there, or leave it out: {_LEFT_OUT}"
+        raise Unsupported(
+            "the tensor's elements are not there", tensor=name, found=missing, hint=hint
+        )
+    if tensor.dtype not in _CODES or tensor.layout != torch.strided:
         raise Unsupported(
             "a tensor of this kind cannot be published",
             tensor=name,
             found=f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
-            hint="leave it out: names={...: None}",
+            hint=f"leave it out: {_LEFT_OUT}",
         )
     rounds = dtype is not None and tensor.dtype == torch.float32
     code = "BF16" if rounds else _CODES[tensor.dtype]
     return Live(name, code, tuple(tensor.shape), tensor.detach().reshape(-1))
+
+
+def _missing(tensor: torch.Tensor) -> str | None:
+    """What there is in place of a tensor's elements, where somebody has taken them away or not
+    brought them yet; None where they are there."""
+    if tensor.is_meta:
+        return f"{list(tensor.shape)} on the meta device"
+    if isinstance(tensor, torch.nn.Parameter) and tensor.shape == (0,):
+        return "a parameter of no elements, as what shards a model leaves it"
+    if tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes():
+        return f"{list(tensor.shape)} whose memory has been freed"
+    return None
 
 
 def bytes_of(flat: torch.Tensor) -> torch.Tensor:

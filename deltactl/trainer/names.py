@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from deltactl.core.errors import UsageError
+from deltactl.trainer.publishable import check_model, loaded_class
 
 Names = Callable[[str], str | None] | Mapping[str, str | None]
 """From a name of the model's ``state_dict`` to the checkpoint's; None leaves the tensor out. Names
@@ -25,14 +26,20 @@ Tensors = dict[str, torch.Tensor]
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside torch.compile, DistributedDataParallel and DataParallel."""
+    """The model inside torch.compile and what ``_holds_module`` knows."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            inner = model.module
+        inner = model.module if _holds_module(model) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):
             return model
         model = inner
+
+
+def _holds_module(model: torch.nn.Module) -> bool:
+    """Whether it is a wrapper whose ``module`` is the model: DistributedDataParallel, DataParallel,
+    an AveragedModel, DeepSpeed's engine."""
+    engine = loaded_class("deepspeed.runtime.engine", "DeepSpeedEngine")
+    known = isinstance(model, DistributedDataParallel | DataParallel | AveragedModel)
+    return known or (engine is not None and isinstance(model, engine))
 
 
 class Naming:
@@ -47,8 +54,9 @@ class Naming:
 
         Of tied ones the name that ``save_pretrained`` keeps, else the first. Without ``names`` a
         Hugging Face model's are those that its ``save_pretrained`` writes. Raises UsageError where
-        two get one name.
+        two get one name, and Unsupported as ``check_model``.
         """
+        check_model(self._model)
         found = _once(_state(self._model), self._tied())
         if self._names is None:
             return self._as_saved(found)
@@ -83,15 +91,16 @@ class Naming:
 
 
 def _is_pretrained(model: torch.nn.Module) -> bool:
-    loaded = sys.modules.get("transformers")  # a model of its has imported it
-    return loaded is not None and isinstance(model, loaded.PreTrainedModel)
+    kind = loaded_class("transformers.modeling_utils", "PreTrainedModel")
+    return kind is not None and isinstance(model, kind)
 
 
 def _state(model: torch.nn.Module) -> Tensors:
     state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    wrapped = [_plain(f"{n}.module.") for n, part in model.named_modules() if _holds_module(part)]
     return {
-        _plain(name): value
+        _inside(_plain(name), wrapped): value
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and not is_lazy(value) and name not in ignored
     }
@@ -100,6 +109,15 @@ def _state(model: torch.nn.Module) -> Tensors:
 def _plain(name: str) -> str:
     for mark in _MARKS:
         name = name.replace(mark, "")
+    return name
+
+
+def _inside(name: str, wrapped: Sequence[str]) -> str:
+    """The name without the wrappers of parts of the model; ``wrapped``: what the names of their
+    tensors begin with, the outer ones first."""
+    for prefix in reversed(wrapped):
+        if name.startswith(prefix):
+            name = prefix.removesuffix("module.") + name[len(prefix) :]
     return name
 
 
@@ -138,32 +156,3 @@ def _renamed(tensors: Tensors, names: Names) -> Tensors:
             raise UsageError(what, tensor=new, hint="names= has to give each its own")
         found[new] = tensor
     return found
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """Raise UsageError where the optimizer steps none of the tensors, by their storage."""
-    stepped = {
-        _start(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.numel()
-    }
-    if stepped and not stepped & {_start(tensor) for tensor in tensors.values()}:
-        raise UsageError(
-            "the optimizer steps none of the model's tensors",
-            expected="an optimizer of model.parameters()",
-            hint="where weights are copied back after the step: leave optimizer= out, and call "
-            "publisher.publish(step) once they are",
-        )
-
-
-def _start(tensor: torch.Tensor) -> int:
-    return id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
-
-
-def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers such as Accelerate's, which steps when gradients are whole."""
-    inner = getattr(optimizer, "optimizer", None)
-    while isinstance(inner, torch.optim.Optimizer):
-        optimizer, inner = inner, getattr(inner, "optimizer", None)
-    return optimizer

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from deltactl.bucket import open_bucket
 from deltactl.core.cadence import Cadence, Every
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.store import Bucket
@@ -18,13 +17,16 @@ from deltactl.trainer.account import Notify
 from deltactl.trainer.aux_files import Files, collect
 from deltactl.trainer.capture import Capturer
 from deltactl.trainer.line import Captured, Line
-from deltactl.trainer.live import Live, check_view, live_tensors
+from deltactl.trainer.live import Live, check_not_empty, check_view, live_tensors
 from deltactl.trainer.local_base import LocalBase
 from deltactl.trainer.mirror import MEMORY, Mirror
-from deltactl.trainer.names import Names, Naming, check_optimizer, inner_optimizer, unwrapped
+from deltactl.trainer.names import Names, Naming, unwrapped
+from deltactl.trainer.optimizers import Given
+from deltactl.trainer.put import check_writable, opened
 from deltactl.trainer.resume import begin, check_same_model
 from deltactl.trainer.scratch import emptied, scratch_directory
 from deltactl.trainer.stepping import Stepping
+from deltactl.trainer.waiting import PATIENTLY, Waiting
 
 
 class Publisher(Stepping[Line]):
@@ -56,9 +58,13 @@ class Publisher(Stepping[Line]):
     ``encoding``: of the deltas, see ``deltactl push``. ``anchors``: when a step gets an anchor
     beside its delta.
 
+    ``optimizer``: one, or a list of several in the order in which they step, such as Muon beside
+    AdamW; then the weights are published when the last one has stepped.
+
     ``when_busy``: what to do while several links wait for the bucket. "wait": training waits until
-    one is confirmed, as long as waiting may help. "merge": steps get no link of their own, and the
-    next link holds all changes since the last.
+    one is confirmed, as long as waiting may help, and says so. "merge": steps get no link of their
+    own, and the next link holds all changes since the last. ``max_wait``: seconds after which
+    "wait" becomes "merge", until the bucket has taken a link.
 
     ``files``: what travels with anchors so that they can be served: a directory, of which
     everything but weights is taken, or a tokenizer, saved beside the model's config.
@@ -79,8 +85,13 @@ class Publisher(Stepping[Line]):
     its own; of steps that are confirmed meanwhile it is only told the newest. What it raises is
     logged.
 
-    Raises UsageError; Conflict where the bucket holds another model's chain, or another publisher
-    of this machine has ``scratch``; and what the bucket raises.
+    A publisher that is never closed is when the process ends: what was captured is put then, for up
+    to a minute, and it is logged how many steps are not in the bucket.
+
+    Raises UsageError; Unsupported for a model whose weights cannot be published as it holds them
+    (FSDP1, DeepSpeed's ZeRO stage 3, adapters of PEFT), on every rank alike; NotAllowed for a
+    directory that cannot be written; Conflict where the bucket holds another model's chain, or
+    another publisher of this machine has ``scratch``; and what the bucket raises.
     """
 
     def __init__(
@@ -88,11 +99,12 @@ class Publisher(Stepping[Line]):
         model: torch.nn.Module,
         bucket: str | os.PathLike[str] | Bucket,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Given | None = None,
         step: int | None = None,
         encoding: str = DEFAULT,
         anchors: Cadence = Every(),  # noqa: B008 - frozen
         when_busy: Literal["wait", "merge"] = "wait",
+        max_wait: float | None = None,
         files: Files | None = None,
         names: Names | None = None,
         dtype: Literal["bfloat16"] | None = None,
@@ -102,20 +114,23 @@ class Publisher(Stepping[Line]):
     ) -> None:
         encoding_named(encoding)
         check_view(dtype)
-        super().__init__(step, when_busy)
-        self._naming, self._dtype = Naming(model, names), dtype
+        super().__init__(optimizer, step, when_busy, max_wait)
+        self._model, self._dtype = unwrapped(model), dtype
+        self._naming = Naming(model, names)
         self._encoding: tuple[Captured, Future[bool]] | None = None
+        live = self._live()
         if not _is_first_rank():
+            self._watch()
             return
-        opened = bucket if not isinstance(bucket, str | os.PathLike) else open_bucket(str(bucket))
+        to = opened(bucket)
         with contextlib.ExitStack() as stack:
-            place = stack.enter_context(scratch_directory(scratch, opened.url))
+            place = stack.enter_context(scratch_directory(scratch, to.url))
             held = Mirror(mirror, place)
             stack.callback(held.close)
-            start = begin(opened, place / "base", held)
-            tensors = self._naming.tensors()
-            check_same_model(held.tensors, _specs(live_tensors(tensors, dtype)), opened.url)
-            aux = collect(unwrapped(model), files, dtype, place / "files")
+            start = begin(to, place / "base", held)
+            check_same_model(held.tensors, _specs(live), to.url)
+            check_writable(to)
+            aux = collect(self._model, files, dtype, place / "files")
             base = LocalBase(place / "base", aux)
             self._newest = start.newest
             if step is None and start.since is not None:
@@ -124,12 +139,8 @@ class Publisher(Stepping[Line]):
             stack.callback(self._capturer.close)
             self._encoder = ThreadPoolExecutor(1, thread_name_prefix="deltactl-encode")
             stack.callback(self._encoder.shutdown)
-            if optimizer is not None:
-                check_optimizer(optimizer, tensors)
-                hook = inner_optimizer(optimizer).register_step_post_hook(self._stepped)
-                stack.callback(hook.remove)
-            self._line = Line(
-                opened,
+            line = Line(
+                to,
                 start,
                 base,
                 emptied(place / "deltas"),
@@ -137,11 +148,22 @@ class Publisher(Stepping[Line]):
                 cadence=anchors,
                 notify=notify,
             )
-            self._stack = stack.pop_all()
+            self._begin(self._model, line, self._encoder, stack.pop_all())
 
-    def _capture(self, line: Line, began: float, *, wait: bool) -> None:
+    def _check(self) -> None:
+        self._live()
+
+    def _live(self) -> dict[str, Live]:
+        """What there is to publish; looked at on every rank, so that all refuse alike."""
+        tensors = self._naming.tensors()
+        live = live_tensors(tensors, self._dtype)
+        check_not_empty(sum(tensor.flat.numel() for tensor in live.values()))
+        self._optimizers.check(tensors.values())
+        return live
+
+    def _capture(self, line: Line, began: float, waiting: Waiting) -> None:
         self._await_encoding()
-        if not (line.wait_for_room() if wait else line.has_room):
+        if not line.room(waiting):
             self._merged += 1
             return
         step = self._number()
@@ -167,7 +189,7 @@ class Publisher(Stepping[Line]):
         if not (self._merged and complete) or line.over:
             return
         try:
-            self._capture(line, time.monotonic(), wait=True)
+            self._capture(line, time.monotonic(), PATIENTLY)
             self._await_encoding()
         except Exception as error:
             line.fail(error)

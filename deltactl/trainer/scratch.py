@@ -8,10 +8,25 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from deltactl.core.cache import cache_root
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, NotAllowed
+
+_held: set[IO[str]] = set()
+"""The locks that this process has."""
+
+
+def _forked() -> None:
+    """In a forked child, such as a DataLoader's worker: a lock is its parent's, who may let go of
+    it, or die, long before the child ends."""
+    for lock in _held:
+        lock.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 @contextlib.contextmanager
@@ -40,7 +55,13 @@ def scratch_directory(
             raise Conflict(
                 what, file=place, hint="one publisher a chain: close the other"
             ) from None
-        yield place
+        _held.add(lock)
+        try:
+            yield place
+        finally:
+            if lock in _held:  # else this is a forked child, and the lock is not its own
+                _held.remove(lock)
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a child has a descriptor of it
 
 
 def emptied(place: Path) -> Path:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import weakref
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
+
+import torch
 
 from deltactl.core.errors import UsageError
 from deltactl.core.header import check_step
 from deltactl.trainer.account import Account
+from deltactl.trainer.ending import Ending
+from deltactl.trainer.optimizers import Given, Optimizers
 from deltactl.trainer.report import Publication, log
-
-WAIT, MERGE = "wait", "merge"
+from deltactl.trainer.waiting import Waiting
 
 L = TypeVar("L", bound=Account)
 
@@ -22,47 +27,98 @@ L = TypeVar("L", bound=Account)
 class Stepping(ABC, Generic[L]):
     """What publishers have in common. ``_line`` is None where nothing is published."""
 
-    def __init__(self, step: int | None, when_busy: str) -> None:
-        if when_busy not in (WAIT, MERGE):
-            what = "unknown policy for a busy bucket"
-            raise UsageError(what, expected=f"{WAIT} or {MERGE}", found=when_busy)
+    def __init__(
+        self, optimizer: Given | None, step: int | None, when_busy: str, max_wait: float | None
+    ) -> None:
+        self._waiting = Waiting(when_busy, max_wait)
+        self._optimizers = Optimizers(optimizer)
         if step is not None:
             check_step(step)
-        self._when_busy = when_busy
         self._closed, self._blocked, self._merged = False, 0.0, 0
         self._training, self._offset, self._newest = step or 0, 0, -1
         self._line: L | None = None
-        self._stack = contextlib.ExitStack()
+        self._ending: Ending | None = None
+        self._hooks = contextlib.ExitStack()
         self._speaks = True  # or another rank says the same
+        self._checked = self._foreign_told = False
 
-    def _stepped(self, *_: Any) -> None:
-        self.publish()
+    def _begin(
+        self,
+        model: torch.nn.Module,
+        line: L,
+        encoder: ThreadPoolExecutor,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """All is there: steps may come. ``stack``: what is to be let go of in the end."""
+        self._line, self._ending = line, Ending(line, encoder, stack)
+        weakref.finalize(self, self._ending.finish_later).atexit = False
+        if self._speaks:
+            self._optimizers.warn_of_others(model)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Publish each step of the optimizers, on every rank."""
+        for hook in self._optimizers.watch(self.publish, self._missed):
+            self._hooks.callback(hook.remove)
+
+    def _missed(self) -> None:
+        """A step in which the last optimizer has not stepped: the next link has its changes."""
+        if self._closed or self._is_foreign:
+            return
+        self._training += 1
+        self._merged += 1
+        if self._line is not None:
+            self._line.taken += 1
+
+    @property
+    def _is_foreign(self) -> bool:
+        return self._ending is not None and self._ending.is_foreign
 
     def publish(self, step: int | None = None) -> None:
         """Publish the weights as they are now, as ``step``, by default the one after the last.
 
         Returns when what changed has been taken, and the weights may change again. Raises
-        UsageError for a number that is no step, and once closed. Nothing else that fails stops
-        training: see ``error``.
+        UsageError for a number that is no step, and once closed; at the first step also what the
+        model is refused for, if it has become such a one since the publisher was made. Nothing else
+        that fails stops training: see ``error``. In a process that was forked from the publisher's
+        nothing is published.
         """
         if self._closed:
             raise UsageError("the publisher is closed", step=step)
+        if self._is_foreign:
+            self._tell_foreign()
+            return
         training = self._training + 1 if step is None else step
         check_step(training)
+        if not self._checked:
+            self._check()
+            self._checked = True
         self._training = training
-        if self._line is None or self._line.over:
+        if self._line is None:
+            return
+        self._line.taken += 1
+        if self._line.over:
             return
         began = time.monotonic()
         try:
-            self._capture(self._line, began, wait=self._when_busy == WAIT)
+            self._capture(self._line, began, self._waiting)
         except Exception as error:
             self._merged += 1
             self._line.fail(error)
         finally:
             self._blocked += time.monotonic() - began
 
+    def _tell_foreign(self) -> None:
+        if not self._foreign_told:
+            log.warning("nothing is published by a process that was forked from the publisher's")
+        self._foreign_told = True
+
     @abstractmethod
-    def _capture(self, line: L, began: float, *, wait: bool) -> None:
+    def _check(self) -> None:
+        """Raise, on all ranks alike, where the model cannot be published as it is now."""
+
+    @abstractmethod
+    def _capture(self, line: L, began: float, waiting: Waiting) -> None:
         """Take what changed, or count the step as one whose changes are in the next link."""
 
     def _number(self) -> int:
@@ -108,13 +164,18 @@ class Stepping(ABC, Generic[L]):
         """``complete``: the model is between two steps, and what got no link can get one."""
         if self._closed:
             return
+        if self._is_foreign:
+            self._closed = True
+            return
+        self._optimizers.end(self._missed)
         self._closed = True
-        with self._stack:
-            if self._line is not None:
-                try:
-                    self._finish(self._line, complete)
-                finally:
-                    self._line.close()
+        self._hooks.close()
+        if self._line is None or self._ending is None:
+            return
+        try:
+            self._finish(self._line, complete)
+        finally:
+            self._ending.finish()
 
     @abstractmethod
     def _finish(self, line: L, complete: bool) -> None:

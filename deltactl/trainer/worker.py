@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ FIRST_WAIT = 1.0
 """Seconds before a job is tried a second time; doubled from try to try."""
 
 LONGEST_WAIT = 60.0
+
+LONGEST_OUTAGE_WAIT = 5.0
+"""The same while the bucket is away, which may be back at any time: by itself."""
 
 
 class Worker:
@@ -44,12 +48,19 @@ class Worker:
         with self._changed:
             return len(self._jobs) < self._limit
 
-    def wait_for_room(self) -> bool:
-        """Wait until there is room; False, at once, where waiting does not help: it is over, or the
-        last error was one that only somebody's hand puts right."""
+    @property
+    def hopeless(self) -> bool:
+        """Whether to wait for room does not help: all is over, or the last error was one that only
+        somebody's hand puts right."""
+        return self._over or self._hopeless
+
+    def wait_for_room(self, until: float) -> bool:
+        """Wait until there is room, and whether there is: at once where that does not help, and no
+        longer than until the clock is at ``until``."""
         with self._changed:
             self._changed.wait_for(
-                lambda: len(self._jobs) < self._limit or self._over or self._hopeless
+                lambda: len(self._jobs) < self._limit or self.hopeless,
+                max(0.0, until - time.monotonic()),
             )
             return len(self._jobs) < self._limit and not self._over
 
@@ -59,12 +70,13 @@ class Worker:
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """Do what is waiting, and end the thread; give up at the first error."""
+    def close(self, until: float | None = None) -> None:
+        """Do what is waiting, and end the thread; give up at the first error, and leave the thread
+        to itself where the clock is at ``until``."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(None if until is None else max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while self._wait_for_job():
@@ -97,7 +109,8 @@ class Worker:
                     if last:
                         return
                     self._changed.wait_for(lambda: self._closing, wait)
-                wait = min(2 * wait, LONGEST_WAIT)
+                    longest = LONGEST_WAIT if self._hopeless else LONGEST_OUTAGE_WAIT
+                wait = min(2 * wait, longest)
             else:
                 self._hopeless = False
                 return

@@ -37,12 +37,12 @@ PYDANTIC = {
     "typing_inspection",
 }
 """What typer takes where it is installed."""
-WRITES = ("push", "copy", "clean")
+WRITES = ("push", "copy")
 
 
 def test_the_commands() -> None:
     expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "bench"]
-    expected[-1:-1] = ["clean", "doctor"]
+    expected[-1:-1] = ["doctor"]
     expected += ["demo"]
     assert list(VERBS) == expected
 

@@ -33,6 +33,7 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.core.verify import verify_bucket
 from deltactl.trainer import Every, RanksPublisher
 from deltactl.trainer.ranks import group
+from deltactl.trainer.waiting import PATIENTLY
 from tests.support.page_reader import state_digest
 from tests.support.publishing import Bits, MoodyBucket, bits_of
 
@@ -190,7 +191,7 @@ def share(run: Run) -> None:
     with run.publisher(model, optimizer=optimizer) as publisher:
         run.train(model, optimizer, 1)
         run.note(model, 1)
-        publisher._agree(publisher._line, wait=True)  # type: ignore[arg-type]
+        publisher._agree(publisher._line, PATIENTLY)  # type: ignore[arg-type]
         assert publisher._line is not None
         watched = publisher._parts._capturer.mirror.nbytes
         state = model.state_dict().values()

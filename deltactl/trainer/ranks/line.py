@@ -19,7 +19,7 @@ from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import States, write_delta
 from deltactl.trainer.line import PENDING
 from deltactl.trainer.mirror import Mirror
-from deltactl.trainer.put import put_index, put_link
+from deltactl.trainer.put import put_link
 from deltactl.trainer.ranks.anchors import Anchors, Loose, Shards
 from deltactl.trainer.ranks.capture import Sent, receive
 from deltactl.trainer.ranks.layout import Layout
@@ -27,7 +27,11 @@ from deltactl.trainer.ranks.resume import Begin
 from deltactl.trainer.ranks.shard import ShardFile
 from deltactl.trainer.ranks.watch import Watch
 from deltactl.trainer.report import Publication, log
+from deltactl.trainer.waiting import Waiting
 from deltactl.trainer.worker import Job, Worker
+
+_LAST_LOOK = 10.0
+"""Seconds that are left for what there is when other ranks are waited for no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +115,9 @@ class RankLine(Account):
         """Whether no link is put any more; known to all ranks at the same step."""
         return self._stopped
 
-    def status(self, *, encoded: bool, wait: bool) -> Status:
-        """What to tell the others; with ``wait`` waits for room first, as Worker does."""
-        room = self._links.wait_for_room() if wait else self._links.has_room
+    def status(self, waiting: Waiting, *, encoded: bool) -> Status:
+        """What to tell the others, after having waited for room in this way."""
+        room = waiting.room(self._links)
         due = self._anchors.due
         return Status(encoded, room, self._links.over, self._confirmed_step, due)
 
@@ -185,8 +189,7 @@ class RankLine(Account):
         raw, table = delta_index(self._table, parts, step, base_step)
         index = self._directory / f"{step}.{DELTA_INDEX}"
         index.write_bytes(raw)
-        sizes = {path: header.file_size for path, header in headers.items()}
-        put_index(self._bucket, f"{place}/{DELTA_INDEX}", index, step, sizes)
+        put_link(self._bucket, f"{place}/{DELTA_INDEX}", index, step)
         index.unlink()
         self._table = table
         header = parse_delta_index(raw, index)
@@ -250,11 +253,20 @@ class RankLine(Account):
         """Wait for no other rank any more."""
         self._watch.give_up()
 
-    def close(self) -> None:
-        """Put what is waiting, or give up at the first error."""
-        self._links.close()
-        self._anchors.close()
-        super().close()
+    def close(self, until: float | None = None) -> None:
+        """Put what is waiting, or give up at the first error; see Worker. Where there is an end to
+        it the other ranks' parts are waited for until shortly before."""
+        if until is not None:
+            self._links.close(until - _LAST_LOOK)
+            self._watch.give_up()
+        self._links.close(until)
+        self._anchors.close(until)
+        super().close(until)
+
+    def tell_missing(self) -> None:
+        """The first rank knows what is in the bucket."""
+        if self._layout.rank == 0:
+            super().tell_missing()
 
 
 def _publication(taken: Taken, kind: str) -> Publication:

@@ -111,7 +111,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
-        return tensor.to_local()
+        return tensor.to_local().detach()  # no parameter, which is never empty
 
 
 _LATER = "_StridedShard"

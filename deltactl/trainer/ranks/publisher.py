@@ -8,27 +8,22 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from deltactl.bucket import open_bucket
 from deltactl.core.cadence import Cadence, Every
 from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.store import Bucket
 from deltactl.trainer.account import Notify
 from deltactl.trainer.aux_files import Files, collect
-from deltactl.trainer.live import check_view
+from deltactl.trainer.live import check_not_empty, check_view
 from deltactl.trainer.mirror import MEMORY, Mirror
-from deltactl.trainer.names import (
-    Names,
-    Naming,
-    Tensors,
-    check_optimizer,
-    inner_optimizer,
-    unwrapped,
-)
+from deltactl.trainer.names import Names, Naming, Tensors, unwrapped
+from deltactl.trainer.optimizers import Given
+from deltactl.trainer.put import check_writable, opened
 from deltactl.trainer.ranks.capture import Parts, describe
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import lay_out
@@ -37,6 +32,7 @@ from deltactl.trainer.ranks.resume import begin
 from deltactl.trainer.resume import check_same_model
 from deltactl.trainer.scratch import emptied, scratch_directory
 from deltactl.trainer.stepping import Stepping
+from deltactl.trainer.waiting import AT_ONCE, PATIENTLY, Waiting
 
 
 class RanksPublisher(Stepping[RankLine]):
@@ -69,11 +65,12 @@ class RanksPublisher(Stepping[RankLine]):
         model: torch.nn.Module,
         bucket: str | os.PathLike[str] | Bucket,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Given | None = None,
         step: int | None = None,
         encoding: str = DEFAULT,
         anchors: Cadence = Every(),  # noqa: B008 - frozen
         when_busy: Literal["wait", "merge"] = "wait",
+        max_wait: float | None = None,
         files: Files | None = None,
         names: Names | None = None,
         dtype: Literal["bfloat16"] | None = None,
@@ -83,10 +80,11 @@ class RanksPublisher(Stepping[RankLine]):
     ) -> None:
         encoding_named(encoding)
         check_view(dtype)
-        super().__init__(step, when_busy)
-        self._naming, self._dtype = Naming(model, names), dtype
+        super().__init__(optimizer, step, when_busy, max_wait)
+        self._model, self._dtype = unwrapped(model), dtype
+        self._naming = Naming(model, names)
         self._encoding: tuple[Taken, Future[bool]] | None = None
-        opened = bucket if not isinstance(bucket, str | os.PathLike) else open_bucket(str(bucket))
+        to = opened(bucket)
         with contextlib.ExitStack() as stack:
             self._group = group = Group()
             stack.callback(group.close)
@@ -94,20 +92,21 @@ class RanksPublisher(Stepping[RankLine]):
 
             def prepare() -> tuple[Path, Mirror, Mirror]:
                 below = f"rank-{group.rank:05d}"
-                place = stack.enter_context(scratch_directory(scratch, opened.url, below))
+                place = stack.enter_context(scratch_directory(scratch, to.url, below))
                 mirrors = Mirror(mirror, place), Mirror(mirror, place)
                 for held in mirrors:
                     stack.callback(held.close)
-                if optimizer is not None:
-                    check_optimizer(optimizer, self._tensors())
+                check_writable(to)
                 return place, *mirrors
 
+            self._check()
             place, parts, owned = on_all(group, prepare)
             described = on_all(group, lambda: describe(self._tensors(), dtype))
             layout = lay_out(group.gather(described), group.rank)
-            start = begin(opened, group, layout, place, parts, owned)
+            check_not_empty(sum(prod(tensor.shape) for tensor in layout.tensors))
+            start = begin(to, group, layout, place, parts, owned)
             specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
-            check_same_model(start.table, specs, opened.url)
+            check_same_model(start.table, specs, to.url)
             attempt = group.gather(secrets.token_hex(4))[0]
             self._newest = start.plan.newest
             if step is None and start.plan.since is not None:
@@ -116,9 +115,9 @@ class RanksPublisher(Stepping[RankLine]):
             def line() -> RankLine:
                 aux: dict[str, Path] = {}
                 if group.rank == 0:
-                    aux = collect(unwrapped(model), files, dtype, place / "files")
+                    aux = collect(self._model, files, dtype, place / "files")
                 return RankLine(
-                    opened,
+                    to,
                     layout,
                     group.size,
                     owned,
@@ -131,22 +130,22 @@ class RanksPublisher(Stepping[RankLine]):
                     notify=notify,
                 )
 
-            self._line = on_all(group, line)
+            made = on_all(group, line)
             self._parts = Parts(layout, parts)
             stack.callback(self._parts.close)
             self._encoder = ThreadPoolExecutor(1, thread_name_prefix="deltactl-encode")
             stack.callback(self._encoder.shutdown)
-            if optimizer is not None:
-                hook = inner_optimizer(optimizer).register_step_post_hook(self._stepped)
-                stack.callback(hook.remove)
-            self._stack = stack.pop_all()
+            self._begin(self._model, made, self._encoder, stack.pop_all())
+
+    def _check(self) -> None:
+        on_all(self._group, lambda: self._optimizers.check(self._tensors().values()))
 
     def _tensors(self) -> Tensors:
         return self._naming.tensors()
 
-    def _capture(self, line: RankLine, began: float, *, wait: bool) -> None:
+    def _capture(self, line: RankLine, began: float, waiting: Waiting) -> None:
         try:
-            if not self._agree(line, wait=wait):
+            if not self._agree(line, waiting):
                 self._merged += 1
                 return
             step = self._number()
@@ -159,11 +158,11 @@ class RanksPublisher(Stepping[RankLine]):
         self._encoding = taken, self._encoder.submit(line.encode, taken)
         self._blocked, self._merged = began - time.monotonic(), 0
 
-    def _agree(self, line: RankLine, *, wait: bool) -> bool:
+    def _agree(self, line: RankLine, waiting: Waiting) -> bool:
         """Tell the others how things stand, and hear it from them; whether all are ready. Waits
         until the mirrors are free, and takes note of what became of the last capture."""
         encoded = self._encoding is None or self._encoding[1].result()
-        status = line.status(encoded=encoded, wait=wait)
+        status = line.status(waiting, encoded=encoded)
         rows = self._group.counts(
             [status.encoded, status.room, status.over, status.confirmed, status.due]
         )
@@ -193,7 +192,7 @@ class RanksPublisher(Stepping[RankLine]):
             line.give_up()
             return
         try:
-            self._agree(line, wait=False)
+            self._agree(line, AT_ONCE)
             if self._merged and not line.over:
                 self._last(line)
             self._put_all(line)
@@ -204,12 +203,12 @@ class RanksPublisher(Stepping[RankLine]):
     def _last(self, line: RankLine) -> None:
         """Give a link to what has none."""
         try:
-            self._capture(line, time.monotonic(), wait=True)
+            self._capture(line, time.monotonic(), PATIENTLY)
         except RankLost:
             raise
         except Exception as error:
             line.fail(error)
-        self._agree(line, wait=False)
+        self._agree(line, AT_ONCE)
         if self._merged and line.error is not None:
             line.fail(line.error)  # also if what waits is confirmed yet, this is not made good
 
@@ -217,7 +216,7 @@ class RanksPublisher(Stepping[RankLine]):
         """Put what is waiting: the first rank last, as it waits for what the others put."""
         self._close_in_turn(line, line.close_links)
         if not line.over:
-            self._agree(line, wait=False)  # an anchor may have become due
+            self._agree(line, AT_ONCE)  # an anchor may have become due
         self._close_in_turn(line, line.close_anchors)
         errors = self._group.gather(None if line.error is None else str(line.error))
         for rank, error in enumerate(errors):
