@@ -4,64 +4,110 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deltactl.cli import exits
 from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, Servers, Timeout, output
+from deltactl.cli.options import (
+    Jobs,
+    Json,
+    Quiet,
+    Servers,
+    Timeout,
+    bucket_and_step,
+    is_delta,
+    output,
+)
+from deltactl.cli.servers import warn_of_newer
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
     from deltactl.server.doctor import Finding
+    from deltactl.server.goal import Goal
 
 
 @manual(
     keys={
         "ok": "whether nothing stands between any of the servers and an update",
+        "step": "the step that was asked about; null if none",
+        "newer": "newer steps in the bucket that cannot be rebuilt, if no step is named",
         "servers": "of each: url, ok, findings",
         "servers[].findings": "level (ok, warn, error), check (one word), what, hint (what to do; "
         "null if nothing)",
     },
-    exits=[],
+    exits=[3, 4, 5, 10],
     exit_1="something stands between a server and an update",
     examples=[
         "deltactl doctor --server http://127.0.0.1:8000",
+        "deltactl doctor /mnt/chain@11 --server http://127.0.0.1:8000",
         "deltactl doctor --server http://a:8000 --server http://b:8000 --json",
     ],
 )
 def doctor(
     ctx: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[BUCKET@STEP]",
+            help="A step of a chain, or its bucket for the tip: whether the servers can load it.",
+            show_default=False,
+        ),
+    ] = None,
     servers: Servers = None,
     timeout: Timeout = 30.0,
+    jobs: Jobs = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Say what stands between a running vLLM server and apply, and what to do about it.
 
-    Looks, and changes nothing. Warns of what is exposed: vLLM's --api-key does not guard the routes
-    by which a server is paused and its weights are changed. A server with data parallelism takes no
-    updates: each of its replicas has to be a server of its own.
+    Looks, and changes nothing that is served. With BUCKET@STEP it says what apply -n would: names,
+    shapes and types of the step's tensors are compared with the server's, and layers that only
+    vLLM's own loader can load are told. For that the server finds out which step it serves.
+
+    Warns of what is exposed: vLLM's --api-key does not guard the routes by which a server is paused
+    and its weights are changed. A server with data parallelism takes no updates: each of its
+    replicas has to be a server of its own.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if not servers:
         raise UsageError("no server is named", expected="--server URL")
     from deltactl.server.doctor import examine
-    from deltactl.server.fleet import side_by_side, urls_of
+    from deltactl.server.fleet import Met, side_by_side, urls_of
 
-    urls = urls_of(servers)
+    urls, met = urls_of(servers), Met()
+    goal = None if target is None else _goal(target, jobs)
     found, interrupted = side_by_side(
-        lambda url: examine(url, timeout), urls, threading.Event(), lambda: None
+        lambda url: examine(url, timeout, goal, met), urls, threading.Event(), lambda: None
     )
     by_url = dict(zip(urls, found, strict=True))
     rows = [_row(url, findings) for url, findings in by_url.items()]
-    document = {"ok": all(row["ok"] for row in rows), "servers": rows}
+    document = {
+        "ok": all(row["ok"] for row in rows),
+        "step": None if goal is None else goal.step,
+        "newer": () if goal is None else goal.newer,
+        "servers": rows,
+    }
+    if goal is not None:
+        warn_of_newer(screen, goal.newer, goal.bucket)
     screen.result(document, lambda: _lines(by_url))
     if interrupted:
         raise typer.Exit(exits.INTERRUPTED)
     if not document["ok"]:
         raise typer.Exit(exits.FAILED)
+
+
+def _goal(target: str, jobs: int | None) -> Goal:
+    from deltactl.bucket import open_bucket
+    from deltactl.core.chain import read_chain
+    from deltactl.server.goal import ChainGoal
+
+    if is_delta(target):
+        raise UsageError("this is a delta", file=target, expected="BUCKET or BUCKET@STEP")
+    name, step = bucket_and_step(target) or (target, None)
+    return ChainGoal(read_chain(open_bucket(name, jobs=jobs)), step)
 
 
 def _row(url: str, findings: list[Finding]) -> dict[str, Any]:

@@ -83,6 +83,12 @@ def _apply(
     return Applied(goal.step, goal.state, replicas, interrupted, goal.newer)
 
 
+def plan_for(goal: Goal, url: str, timeout: float) -> Replica:
+    """What ``apply`` with ``dry_run`` says of one server."""
+    job = Job(goal, Options(dry_run=True, timeout=timeout))
+    return _to_goal(url, job, Together(silent, ""), Met())
+
+
 def _to_goal(url: str, job: Job, together: Together, met: Met) -> Replica:
     report = Replica(url)
     try:

@@ -13,7 +13,14 @@ from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
 from deltactl.core.store import Bucket
 from deltactl.server.drive import PATIENCE, hangs
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
-from deltactl.server.preflight import check_plugin, check_routes, check_version, draft_notes
+from deltactl.server.model import specs_at
+from deltactl.server.preflight import (
+    check_dtype,
+    check_plugin,
+    check_routes,
+    check_version,
+    draft_notes,
+)
 from deltactl.server.routes import Server
 from deltactl.server.state import Audit, Engine
 
@@ -125,6 +132,7 @@ def _audit(
     engine = check_plugin(server)
     met.meet(engine.server, server.url)
     report.notes += draft_notes(engine)
+    check_dtype(engine, specs_at(chain, chain.tip if step is None else step), server.url)
     states = {state: at for at in chain.steps if (state := chain.state_at(at)) is not None}
     wait = _Patience(server, stop)
     if engine.identity != "known" or engine.step is None:

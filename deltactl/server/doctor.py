@@ -9,9 +9,13 @@ from urllib.parse import urlsplit
 
 from deltactl import __version__
 from deltactl.core.errors import DeltactlError
+from deltactl.server.apply import plan_for
+from deltactl.server.fleet import Met
+from deltactl.server.goal import Goal
 from deltactl.server.preflight import (
     check_alone,
     check_configuration,
+    check_dtype,
     check_routes,
     check_version,
     draft_notes,
@@ -25,8 +29,8 @@ Level = Literal["ok", "warn", "error"]
 
 _SHOWN = 5  # names of tensors
 _LISTENS = (
-    "see that vllm serve runs there and is through with loading, and that it listens on this port "
-    "and where this machine can reach it: --host, --port"
+    "see that vllm serve runs there, which does not listen while it is starting, and that it "
+    "listens on this port and where this machine can reach it: --host, --port"
 )
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -45,16 +49,20 @@ class Finding:
         return {"level": self.level, "check": self.check, "what": self.what, "hint": self.hint}
 
 
-def examine(url: str, timeout: float = 30.0) -> list[Finding]:
-    """Look at one server and change nothing. Ends at what keeps from looking further."""
+def examine(
+    url: str, timeout: float = 30.0, goal: Goal | None = None, met: Met | None = None
+) -> list[Finding]:
+    """Look at one server and change nothing. Ends at what keeps from looking further. ``goal``: a
+    step that it is to load; then the server finds out which one it serves. ``met``: the servers
+    that are looked at together."""
     server = Server(url, timeout)
     try:
-        return list(_findings(server))
+        return list(_findings(server, goal, Met() if met is None else met))
     finally:
         server.close()
 
 
-def _findings(server: Server) -> Iterator[Finding]:
+def _findings(server: Server, goal: Goal | None, met: Met) -> Iterator[Finding]:
     check = "reachable"
     try:
         yield Finding("ok", check, f"answers, vLLM {check_version(server)}")
@@ -71,13 +79,23 @@ def _findings(server: Server) -> Iterator[Finding]:
         check_alone(configuration, server.url)
         check = "plugin"
         engine = server.engine("deltactl_state")
+        yield _plugin(engine, server.url)
+        check = "twice"
+        met.meet(engine.server, server.url)
+        if engine.backend and goal is not None:
+            check = "step"
+            yield from _step(goal, server)
+            engine = server.engine("deltactl_state")
+        elif engine.backend:  # whatever chain it is, it is of the checkpoint that it was started on
+            check = "dtype"
+            check_dtype(engine, server.tensors(), server.url)
     except DeltactlError as error:
         yield _of_error(check, error)
         return
-    yield _plugin(engine, server.url)
     yield from _weights(engine)
     yield from _map(engine)
-    yield from (Finding("warn", "draft", note) for note in draft_notes(engine))
+    if goal is None:  # else it is told already
+        yield from (Finding("warn", "draft", note) for note in draft_notes(engine))
     yield from _at_rest(engine, paused, server)
 
 
@@ -107,6 +125,19 @@ def _plugin(engine: Engine, url: str) -> Finding:
         hint = "install the same version on both sides"
         return Finding("warn", "plugin", f"{known}; here is deltactl {__version__}", hint)
     return Finding("ok", "plugin", f"{known}, weights in {engine.dtype} from {engine.model}")
+
+
+def _step(goal: Goal, server: Server) -> Iterator[Finding]:
+    """What ``apply -n`` would say."""
+    plan = plan_for(goal, server.url, server.timeout)
+    if plan.error is not None:
+        yield _of_error("step", plan.error)
+        return
+    by = {"full": "every tensor", "deltas": f"{plan.deltas} delta" + "s" * (plan.deltas != 1)}
+    known = "unknown weights" if plan.step_before is None else f"step {plan.step_before}"
+    how = "is served" if plan.how is None else f"can be loaded from {known}: {by[plan.how]}"
+    yield Finding("ok", "step", f"step {goal.step} {how}")
+    yield from (Finding("warn", "step", note) for note in plan.notes)
 
 
 def _weights(engine: Engine) -> Iterator[Finding]:

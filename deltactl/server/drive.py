@@ -12,6 +12,7 @@ from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient
 from deltactl.server.goal import Way, message
+from deltactl.server.preflight import check_layers
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
 from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, Update
@@ -102,6 +103,7 @@ class Drive:
             whole = job.options.repair or not seen.engine.sound
             way = job.goal.way(seen.engine.step, seen.engine.state, full=whole)
             self._note_stranger(seen)
+            check_layers(seen.engine, job.goal, way, self.server.url)
             self.report.how = "full" if way.full else "deltas"
             self.report.deltas, self.report.bytes_fetched = way.deltas, way.nbytes
 
@@ -258,6 +260,7 @@ class Drive:
         whole = job.options.repair or not engine.sound
         self._way = job.goal.way(engine.step, engine.state, full=whole)
         self._note_stranger(seen)
+        check_layers(engine, job.goal, self._way, self.server.url)
         job.dead.add(job.id)
         job.id = secrets.token_hex(8) + (HELD if seen.paused and job.held else "")
         job.cleared, self._staged_paused = False, seen.paused

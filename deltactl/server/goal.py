@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +17,7 @@ from deltactl.core.encoding import encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
 from deltactl.core.files import temporary_directory
 from deltactl.core.pull import wanted_step
-
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+from deltactl.server.model import Specs, check_same, specs_at, specs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,20 @@ class Goal(Protocol):
         it; ``full``: whatever is live. Raises Conflict, Malformed, NotFound."""
         ...
 
-    def dtypes(self) -> set[str]:
-        """The floating types of its tensors, in torch's words; empty where it has none."""
+    def specs(self) -> Specs:
+        """Of the tensors that the step has, as far as that is known."""
+        ...
+
+    def fits(self, served: Specs, url: str) -> None:
+        """Raise Conflict where a server with these tensors cannot come to serve the step."""
+        ...
+
+    def fits_from(self, state: str | None) -> bool:
+        """Whether a server in this state is known to have the step's tensors."""
+        ...
+
+    def changed(self, way: Way) -> Container[str]:
+        """The tensors that this way to the step changes."""
         ...
 
 
@@ -95,6 +106,7 @@ class ChainGoal:
                 hint=f"deltactl apply {self.target} --via reload --reload-dir DIR --server URL",
             )
         self.state = state
+        self._specs = specs_at(chain, self.step)
 
     def states(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -130,12 +142,23 @@ class ChainGoal:
             return Way(step, state, _names(*links), len(links), _size(*links), False)
         return None
 
-    def dtypes(self) -> set[str]:
-        for step in reversed(self._chain.anchors):
-            header = self._chain.anchors[step].header
-            assert not isinstance(header, DeltaHeader)
-            return {_FLOATS[t.dtype] for t in header.tensors if t.dtype in _FLOATS}
-        return set()
+    def specs(self) -> Specs:
+        return self._specs
+
+    def fits(self, served: Specs, url: str) -> None:
+        if self._specs:
+            check_same(served, self._specs, url, whole=True)
+
+    def fits_from(self, state: str | None) -> bool:
+        step = self.states().get(state or "")
+        return step is not None and specs_at(self._chain, step) == self._specs
+
+    def changed(self, way: Way) -> Container[str]:
+        if way.full:
+            return self._specs
+        deltas = [link for link in self._chain.deltas.values() if link.name in way.links]
+        headers = [link.header for link in deltas if isinstance(link.header, DeltaHeader)]
+        return {name for header in headers for name in header.records}
 
 
 def _names(*links: Link) -> tuple[str, ...]:
@@ -184,9 +207,17 @@ class DeltaGoal:
             )
         return Way(step, state, (self._name,), 1, header.nbytes, False)
 
-    def dtypes(self) -> set[str]:
-        records = self._header.records.values()
-        return {_FLOATS[record.dtype] for record in records if record.dtype in _FLOATS}
+    def specs(self) -> Specs:
+        return specs_of(self._header)
+
+    def fits(self, served: Specs, url: str) -> None:
+        check_same(served, self.specs(), url, whole=False)
+
+    def fits_from(self, state: str | None) -> bool:
+        return state == self.state
+
+    def changed(self, way: Way) -> Container[str]:
+        return self._header.records
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unsupported
-from deltactl.server.goal import Goal
+from deltactl.server.goal import Goal, Way
+from deltactl.server.model import Specs, float_of
 from deltactl.server.routes import Server
 from deltactl.server.state import Engine
 from deltactl.server.wire import Refused
@@ -127,17 +128,40 @@ def no_plugin(url: str, found: str) -> DeltactlError:
     )
 
 
-def check_dtype(engine: Engine, goal: Goal) -> None:
-    """Raise Conflict where the server keeps its weights in a type that the step does not have."""
-    types = goal.dtypes()
-    if types and engine.dtype not in types and engine.dtype.startswith(("bfloat", "float")):
+def check_dtype(engine: Engine, specs: Specs, url: str) -> None:
+    """Raise Conflict where the server keeps its weights in another floating type than most of a
+    checkpoint's."""
+    dtype = float_of(specs)
+    if dtype is not None and engine.dtype != dtype and engine.dtype.startswith(("bfloat", "float")):
         raise Conflict(
-            "the server keeps its weights in another type than the chain: no bit would be equal",
-            file=goal.target,
-            step=goal.step,
-            expected=" or ".join(sorted(types)),
+            "the server keeps its weights in another type than the checkpoint: no bit is equal",
+            file=url,
+            expected=dtype,
             found=engine.dtype,
-            hint=f"start vLLM with --dtype {min(types)}",
+            hint=f"start vLLM with --dtype {dtype}",
+        )
+
+
+def check_tensors(server: Server, engine: Engine, goal: Goal) -> None:
+    """Raise Conflict where the step is of another model than the server's."""
+    if not goal.fits_from(engine.state) and (served := server.tensors()):
+        goal.fits(served, server.url)
+
+
+def check_layers(engine: Engine, goal: Goal, way: Way, url: str) -> None:
+    """Raise Unsupported where the way leads through vLLM's own loader for a tensor of a layer that
+    may answer wrongly afterwards."""
+    changed = goal.changed(way)
+    names = sorted(name for name in engine.refused if name in changed)
+    if names:
+        raise Unsupported(
+            f"{len(names)} of {engine.tensors} tensors would have to go through vLLM's own loader, "
+            "and for a layer like this it was not proven that the answers are right afterwards",
+            file=url,
+            step=goal.step,
+            tensor=names[0],
+            found=engine.refused[names[0]],
+            hint="pull the step, and start the server anew on it",
         )
 
 
@@ -160,5 +184,6 @@ def ready_for(server: Server, goal: Goal) -> Engine:
     check_version(server)
     check_routes(server)
     engine = check_plugin(server)
-    check_dtype(engine, goal)
+    check_dtype(engine, goal.specs(), server.url)
+    check_tensors(server, engine, goal)
     return engine

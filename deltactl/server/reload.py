@@ -9,17 +9,13 @@ the pause for its own.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TypeVar
 
-from deltactl.core.anchor import AnchorHeader
-from deltactl.core.chain import Chain, Link, read_chain
-from deltactl.core.delta_header import DeltaHeader
-from deltactl.core.digest import TensorState
+from deltactl.core.chain import read_chain
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import PullReport, check_apart, materialize, wanted_step
@@ -27,7 +23,7 @@ from deltactl.core.store import Bucket
 from deltactl.server.apply import Applied
 from deltactl.server.fleet import as_error, side_by_side, urls_of
 from deltactl.server.goal import check_forward
-from deltactl.server.model import check_model
+from deltactl.server.model import Specs, check_model, specs_at
 from deltactl.server.preflight import BACKEND, check_routes, check_version
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
@@ -84,7 +80,7 @@ def reload_servers(
         left = [url for url in urls if reports[url].error is None]
         return side_by_side(one, left, stop, on_interrupt)[1]
 
-    tensors = _tensors(chain, aim)
+    tensors = specs_at(chain, aim)
 
     def look(reload: _Reload) -> None:
         reload.look(tensors)
@@ -102,21 +98,6 @@ def reload_servers(
     return Applied(pulled.step, pulled.state, [*reports.values()], interrupted, pulled.newer)
 
 
-def _tensors(chain: Chain, step: int | None) -> tuple[TensorState, ...]:
-    """Those that the step's anchor names; none where a delta above it adds or removes some."""
-    with contextlib.suppress(DeltactlError):
-        anchor, deltas = chain.path(-1 if step is None else step)
-        if isinstance(anchor.header, AnchorHeader) and not any(map(_reshapes, deltas)):
-            return anchor.header.tensors
-    return ()
-
-
-def _reshapes(delta: Link) -> bool:
-    assert isinstance(delta.header, DeltaHeader)
-    records = delta.header.records.values()
-    return any(record.kind in ("added", "removed") or record.replaced for record in records)
-
-
 class _Reload:
     """One server's reload. All but the reload itself may be done twice, and is where it fails."""
 
@@ -124,7 +105,7 @@ class _Reload:
         self._server, self._report, self._options = server, report, options
         self._again = f"deltactl apply {target} --server {server.url}"
 
-    def look(self, tensors: Collection[TensorState]) -> None:
+    def look(self, tensors: Specs) -> None:
         """Raise what stands between the server and a reload of a checkpoint of these tensors."""
         server = self._server
         check_version(server)

@@ -6,7 +6,8 @@ import secrets
 from typing import Any, Literal
 
 from deltactl.core.errors import Malformed
-from deltactl.server.state import Engine, Seen, of_ranks
+from deltactl.server.model import Spec
+from deltactl.server.state import Engine, Seen, of_ranks, specs_in
 from deltactl.server.wire import HEALTH, Wire
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -94,6 +95,13 @@ class Server:
         """Call a method of the plugin on every rank: what they say of themselves afterwards."""
         call = secrets.token_hex(8)
         return of_ranks(self.rpc(method, call=call, **arguments), call, self.url)
+
+    def tensors(self) -> dict[str, Spec]:
+        """Of the checkpoint that the server was started on; empty where it cannot tell."""
+        call = secrets.token_hex(8)
+        replies = self.rpc("deltactl_tensors", call=call)
+        of_ranks(replies, call, self.url)
+        return specs_in(replies[0])
 
     def rpc(self, method: str, **arguments: Any) -> list[Any]:
         """Call a worker's method on every rank; their replies.

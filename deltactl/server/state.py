@@ -8,6 +8,7 @@ from typing import Any
 
 from deltactl.core import errors
 from deltactl.core.errors import DeltactlError, Malformed, Unsupported
+from deltactl.server.model import Spec
 
 PROTOCOL = 1
 WRITTEN = "committed"
@@ -56,8 +57,9 @@ class Audit:
 class Engine:
     """What all ranks together say. ``sound``: nothing says that the weights are not what the state
     names; where ``poisoned`` is set, or the ranks hold different things, nobody knows them.
-    ``server``: one word for each engine that was ever made; ``draft``: of a second model, which
-    guesses tokens, as vLLM's ``speculative_config`` has them."""
+    ``unmapped``, ``refused``: tensors that only vLLM's own loader can load, and of those the ones
+    that it should not, each with the reason. ``server``: one word for each engine that was ever
+    made. ``draft``: of a second model, which guesses tokens, as vLLM's ``speculative_config``."""
 
     world_size: int
     dtype: str
@@ -74,6 +76,7 @@ class Engine:
     mapped: int | None
     unmapped: Mapping[str, str]
     ignored: frozenset[str]
+    refused: Mapping[str, str]
     audit: Audit | None
     server: str | None = None
     draft: Mapping[str, Any] | None = None
@@ -140,10 +143,21 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
         mapped=_integer(maps[0].get("tensors")) if len(maps) == len(ranks) else None,
         unmapped={str(k): str(v) for found in maps for k, v in _mapping(found, "unmapped").items()},
         ignored=frozenset(str(name) for found in maps for name in _list(found, "ignored")),
+        refused={str(k): str(v) for found in maps for k, v in _mapping(found, "refused").items()},
         audit=_audit(ranks),
         server=first.get("server") if isinstance(first.get("server"), str) else None,
         draft=found if isinstance(found := first.get("draft"), dict) else None,
     )
+
+
+def specs_in(reply: Mapping[str, Any]) -> dict[str, Spec]:
+    """``tensors`` of a rank's reply; what is no row of theirs is left out."""
+    found = {}
+    for name, row in _mapping(reply, "tensors").items():
+        match row:
+            case [str(dtype), [*shape]] if all(type(size) is int for size in shape):
+                found[name] = dtype, tuple(shape)
+    return found
 
 
 def error_of(facts: object) -> DeltactlError | None:

@@ -210,6 +210,8 @@ class Wire:
             return NotAllowed(what, file=self.url, found=f"status {status}", hint=hint)
         kind = Busy if status in (408, 429, 502, 503, 504) else Refused
         hint = f"deltactl doctor --server {self.url}"
+        if kind is Busy:
+            hint = "it may be starting, or have too much to do: wait for it"
         return kind(status, path, file=self.url, found=told, hint=hint)
 
 

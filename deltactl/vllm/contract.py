@@ -111,6 +111,10 @@ class Work(Protocol):
         """Hash the directory that the model was loaded from, and see that it is still that one."""
         ...
 
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of each tensor of the checkpoint that the model was loaded from."""
+        ...
+
     def sums(self, names: list[str]) -> Values:
         """Touch sum over this rank's part of each of these tensors, (len(names),); 0 for those of
         which it has none."""

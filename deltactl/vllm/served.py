@@ -64,6 +64,13 @@ class Served:
                 "audit": self._audit,
             }
 
+    def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]] | None:
+        """Type and shape of each tensor of the checkpoint; None, and ``error``, where they cannot
+        be read. The same on all ranks, and none asks another."""
+        with self._told():
+            return self._work.tensors()
+        return None
+
     def identify(self, steps: Mapping[str, int] | None) -> None:
         """Collective: find out which state is served, in a thread. ``steps``: step of each state.
 

@@ -89,6 +89,11 @@ class ModelWork:
         self._tied = _tied(self.map, found)
         return Identity(found.state, {n: t.touch_sum for n, t in found.tensors.items()})
 
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """See Work."""
+        with open_checkpoint(self._find()) as opened:
+            return {t.name: (t.dtype, t.shape) for t in opened.tensors.values()}
+
     def sums(self, names: list[str]) -> Values:
         """See Work."""
         found = live.owned_sums(self.map, [name for name in names if name in self.map.tensors])

@@ -52,6 +52,12 @@ class WorkerExtension:
         """Collective: record the weight map."""
         return _told(self, call, lambda serving: serving.record_map())
 
+    def deltactl_tensors(self, call: str | None = None) -> State:
+        """Tell on the first rank, in ``tensors``, type and shape of the checkpoint's by name."""
+        found: list[Any] = []
+        act = (lambda serving: found.append(serving.tensors())) if self.rank == 0 else None
+        return _told(self, call, act) | {"tensors": found[0] if found else None}
+
     def deltactl_stage(self, update: Mapping[str, Any], call: str | None = None) -> State:
         """Begin an update in a thread; see ``Serving.stage``."""
         return _told(self, call, lambda serving: serving.stage(update))

@@ -381,6 +381,40 @@ def test_doctor(mode: str, cli: Cli, start: Start) -> None:
         assert finding.keys() <= keys_of("doctor", "servers[].findings")
 
 
+@pytest.mark.parametrize("mode", ["human", "json", "quiet"])
+def test_doctor_for_a_step(mode: str, cli: Cli, bucket: Path, start: Start) -> None:
+    sound, other = start(), start()
+    other.vllm.workers.dtype = "float32"
+    flags = {"human": [], "json": ["--json"], "quiet": ["-q"]}[mode]
+    ran = cli("doctor", f"{bucket}@2", "--server", sound.url, *flags)
+    assert (ran.code, ran.stderr) == (0, "")
+    if mode == "human":
+        assert "  ok     step 2 can be loaded from step 1: 1 delta\n" in ran.stdout
+    ran = cli("doctor", bucket, "--server", sound.url, "--server", other.url, *flags)
+    assert ran.code == 1
+    if mode == "json":
+        assert (ran.json["ok"], ran.json["step"], ran.json["newer"]) == (False, 3, [])
+        assert [row["ok"] for row in ran.json["servers"]] == [True, False]
+        findings = ran.json["servers"][1]["findings"]
+        (error,) = [finding for finding in findings if finding["level"] == "error"]
+        assert (error["check"], error["hint"]) == ("step", "start vLLM with --dtype bfloat16")
+    assert cli("doctor", f"{bucket}@9", "--server", sound.url, *flags).code == 10
+    assert cli("doctor", "none", "--server", sound.url, *flags).code == 10
+    assert cli("doctor", "d.safetensors", "--server", sound.url, *flags).code == 2
+
+
+def test_doctor_tells_of_a_damaged_tip(
+    cli: Cli, checkpoints: Checkpoints, start: Start, tmp_path: Path
+) -> None:
+    bucket, server = tmp_path / "chain", start()
+    for checkpoint in checkpoints.steps:
+        assert cli("push", checkpoint, bucket, "--anchor-every", 0).code == 0
+    flip_bit(bucket / "deltas/step_000003.safetensors", 60)
+    ran = cli("doctor", bucket, "--server", server.url)
+    assert (ran.code, "newer steps cannot be rebuilt: 3" in ran.stderr) == (0, True)
+    assert cli("doctor", bucket, "--server", server.url, "--json").json["newer"] == [3]
+
+
 # Secrets.
 
 

@@ -17,7 +17,7 @@ from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import audit_servers
 from deltactl.server.doctor import examine
 from deltactl.server.reload import reload_servers
-from deltactl.server.wire import Dead, Lost, Unreachable, Wire
+from deltactl.server.wire import Busy, Dead, Lost, Unreachable, Wire
 from tests.server.conftest import QUICK, Start, Steps
 from tests.server.test_update import THE_WAY
 from tests.support.vllm_standin import StandIn
@@ -161,3 +161,19 @@ def test_a_server_that_is_not_up_yet_and_one_that_is_gone(start: Start) -> None:
     assert not isinstance(never.value, Lost)
     assert never.value.found == "connection refused"
     assert str(never.value.hint).endswith("if it is still starting, wait for it")
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_what_stands_before_a_server_that_is_starting(
+    status: int, start: Start, steps: Steps
+) -> None:
+    """A proxy answers for it, and for its /health."""
+    server = start()
+    for route in ("/version", "/health"):
+        server.fail(route, status=status, body=b"no healthy upstream", times=None)
+    error = apply_to_servers(steps.bucket, 3, [server.url], QUICK).replicas[0].error
+    assert isinstance(error, Busy)
+    assert error.found == "no healthy upstream"
+    assert "may be starting" in str(error.hint)
+    (finding,) = examine(server.url)
+    assert finding.hint == error.hint

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltactl.core.chain import read_chain
 from deltactl.core.errors import Conflict, DeltactlError, Unsupported
-from deltactl.server.apply import apply_to_servers
+from deltactl.server.apply import apply_delta_to_servers, apply_to_servers
+from deltactl.server.audit import audit_servers
 from deltactl.server.doctor import Finding, examine
+from deltactl.server.fleet import Met
+from deltactl.server.goal import ChainGoal
+from deltactl.server.model import float_of, specs_at
 from tests.server.conftest import QUICK, Start, Steps
+from tests.support.chains import first_state, make_chain, make_delta, states
+from tests.support.checkpoints import random_tensor
 from tests.support.vllm_standin import StandIn
 
 
@@ -101,6 +110,7 @@ def test_it_changes_nothing(start: Start) -> None:
     examine(server.url)
     reads = {
         "/version", "/health", "/is_paused", "/server_info", "rpc:deltactl_state",
+        "rpc:deltactl_tensors",
     }  # fmt: skip
     assert set(server.requests) == reads
 
@@ -112,11 +122,8 @@ def test_the_doctor_says_what_apply_would(
     server = start(ranks=2)
     make(server)
     errors = [finding for finding in examine(server.url) if finding.level == "error"]
-    if make is another_dtype:  # which only a chain can tell
-        assert errors == []
-    else:
-        assert words in f"{errors[-1].what} {errors[-1].hint}"
-        assert not any(server.vllm._queues)
+    assert words in f"{errors[-1].what} {errors[-1].hint}"
+    assert not any(server.vllm._queues)
 
 
 def test_a_server_that_is_not_there(start: Start) -> None:
@@ -211,3 +218,156 @@ def test_tensors_that_take_longer_are_named(start: Start) -> None:
     assert "8 of 10 tensors" in finding.what
     assert "tensor0 (transposed)" in finding.what
     assert finding.what.endswith("and 3 more")
+
+
+# What a step has, and the server has not: apply, apply -n and the doctor say the same.
+
+
+def of_another_model(server: StandIn) -> None:
+    tensors = server.vllm.workers.tensors
+    server.vllm.workers.tensors = {f"module.{name}": live for name, live in tensors.items()}
+
+
+def of_another_shape(server: StandIn) -> None:
+    server.vllm.workers.tensors["model.embed"].shape = (20, 40)
+
+
+def of_another_type(server: StandIn) -> None:
+    server.vllm.workers.tensors["model.embed"].dtype = "F16"
+
+
+def with_one_more(server: StandIn) -> None:
+    tensors = server.vllm.workers.tensors
+    tensors["model.visual"] = tensors["model.norm"]
+
+
+def with_one_less(server: StandIn) -> None:
+    del server.vllm.workers.tensors["model.embed"]
+
+
+def with_a_layer_that_cannot_be_loaded(server: StandIn) -> None:
+    why = {"model.embed": "model.embed is laid out by Foo"}
+    server.vllm.workers.map = {"tensors": 4, "unmapped": why, "ignored": [], "refused": why}
+
+
+def is_elsewhere(server: StandIn) -> None:
+    server.vllm.workers.identity, server.vllm.workers.state = "known", "0" * 64
+    server.vllm.workers.step = 9
+
+
+UNFIT = [
+    (another_dtype, Conflict, "expected bfloat16, found float16"),
+    (of_another_model, Conflict, "10 of 10 tensors are not alike"),
+    (of_another_shape, Conflict, "tensor 'model.embed': the step is of another model"),
+    (of_another_type, Conflict, "expected F16 [40, 20], found BF16 [40, 20]"),
+    (with_one_more, Conflict, "tensor 'model.visual'"),
+    (with_one_less, Conflict, "expected no such tensor, found BF16 [40, 20]"),
+    (with_a_layer_that_cannot_be_loaded, Unsupported, "1 of 5 tensors"),
+    (is_elsewhere, Conflict, "newer step than the chain can give"),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), UNFIT, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_rule_for_all_who_ask(
+    make: Any, kind: type[DeltactlError], words: str, ranks: int, start: Start, steps: Steps
+) -> None:
+    server, told = start(ranks=ranks), []
+    make(server)
+    before = server.live
+    goal = ChainGoal(read_chain(steps.bucket), None)
+    (error,) = [row for row in examine(server.url, goal=goal) if row.level == "error"]
+    told.append((error.what, error.hint))
+    for dry_run in (True, False):
+        options = replace(QUICK, dry_run=dry_run)
+        found = apply_to_servers(steps.bucket, None, [server.url], options).replicas[0].error
+        assert type(found) is kind
+        told.append((str(found), found.hint))
+    assert words in told[0][0]
+    if make is another_dtype:  # the doctor has asked the server already, of its own checkpoint
+        assert "expected bfloat16, found float16" in told[0][0]
+    assert told[0] == told[1] == told[2]
+    assert server.live == before
+    assert "/pause" not in server.requests
+
+
+@pytest.mark.parametrize(
+    "make", [of_another_model, of_another_shape, of_another_type, with_one_less]
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_delta_of_another_model(
+    make: Any, dry_run: bool, start: Start, steps: Steps, tmp_path: Path
+) -> None:
+    delta = make_delta(tmp_path / "two.safetensors", *states(2), encoding="raw")
+    server = start()
+    make(server)
+    server.vllm.workers.identity, server.vllm.workers.state = "known", steps.states[1]
+    options = replace(QUICK, dry_run=dry_run)
+    (report,) = apply_delta_to_servers(delta, [server.url], options).replicas
+    assert isinstance(report.error, Conflict)
+    assert "another model" in report.error.what
+
+
+def test_a_server_of_the_chain_is_not_asked_for_its_tensors(start: Start, steps: Steps) -> None:
+    server = start()
+    apply_to_servers(steps.bucket, 2, [server.url], QUICK)
+    asked = server.requests.count("rpc:deltactl_tensors")
+    assert apply_to_servers(steps.bucket, 3, [server.url], QUICK).replicas[0].error is None
+    assert server.requests.count("rpc:deltactl_tensors") == asked == 1
+
+
+def test_tensors_that_come_and_go_on_the_way(start: Start, tmp_path: Path) -> None:
+    """The server is asked again, as a state of the chain is not one of the step's model."""
+    first, more = first_state(), random_tensor("BF16", (4,), 2)
+    bucket = make_chain(tmp_path, [first, {**first, "more": more}, first])
+    chain = read_chain(bucket)
+    assert [sorted(specs_at(chain, step).keys() - first.keys()) for step in (1, 2, 3)] == [
+        [], ["more"], [],
+    ]  # fmt: skip
+    (tmp_path / "server").mkdir()
+    with StandIn(tmp_path / "step_1", tmp_path / "server") as server:
+        workers = server.vllm.workers
+        workers.identity, workers.state, workers.step = "known", str(chain.state_at(1)), 1
+        for dry_run in (True, False):
+            options = replace(QUICK, dry_run=dry_run)
+            (report,) = apply_to_servers(bucket, 2, [server.url], options).replicas
+            assert isinstance(report.error, Conflict)
+            assert report.error.tensor == "more"
+        (report,) = apply_to_servers(bucket, 3, [server.url], QUICK).replicas
+        assert report.error is None
+
+
+def test_the_doctor_and_a_step_that_can_be_loaded(start: Start, steps: Steps) -> None:
+    server = start()
+    goal = ChainGoal(read_chain(steps.bucket), 3)
+    rows = {row.check: row for row in examine(server.url, goal=goal)}
+    assert rows["step"].what == "step 3 can be loaded from step 1: 2 deltas"
+    assert rows["weights"].what.startswith("step 1, state ")
+    assert server.live == steps.states[1]
+    apply_to_servers(steps.bucket, 3, [server.url], QUICK)
+    rows = {row.check: row for row in examine(server.url, goal=goal)}
+    assert rows["step"].what == "step 3 is served"
+
+
+def test_the_doctor_and_one_server_under_two_names(start: Start) -> None:
+    server, met = start(), Met()
+    examine(server.url, met=met)
+    finding = examine(server.url.replace("127.0.0.1", "localhost"), met=met)[-1]
+    assert (finding.level, finding.check) == ("error", "twice")
+    assert server.url in finding.what
+
+
+def test_an_audit_names_the_type_once(start: Start, steps: Steps) -> None:
+    server = start()
+    another_dtype(server)
+    (found,) = audit_servers(steps.bucket, None, [server.url], timeout=10).replicas
+    assert isinstance(found.error, Conflict)
+    assert (found.error.expected, found.error.found) == ("bfloat16", "float16")
+    assert found.error.hint == "start vLLM with --dtype bfloat16"
+    assert found.unaudited == {}
+
+
+def test_the_type_is_that_of_most_elements() -> None:
+    specs = {"a": ("BF16", (8, 4)), "b": ("F32", (31,)), "c": ("I8", (999,)), "gone": None}
+    assert float_of(specs) == "bfloat16"
+    assert float_of({"c": ("I8", (9,))}) is float_of({}) is None

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from deltactl.core.digest import TensorState
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
-from deltactl.server.model import HEAD, check_model
+from deltactl.server.model import HEAD, Spec, check_model
 from deltactl.server.reload import MARK, reload_servers
 from deltactl.server.report import Replica
 from tests.server.conftest import QUICK, Start, Steps
@@ -171,8 +170,8 @@ def test_an_interrupt_while_servers_are_looked_at(
 EMBEDDING, NORM = ("model.embed_tokens.weight", (8, 4)), ("model.norm.weight", (4,))
 
 
-def named(*rows: tuple[str, tuple[int, ...]]) -> list[TensorState]:
-    return [TensorState(name, "BF16", shape, "") for name, shape in rows]
+def named(*rows: tuple[str, tuple[int, ...]]) -> dict[str, Spec]:
+    return {name: ("BF16", shape) for name, shape in rows}
 
 
 @pytest.mark.parametrize(

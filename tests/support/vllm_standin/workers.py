@@ -68,12 +68,14 @@ class Workers:
         given = dict(arguments)
         call = given.pop("call", None)
         with self._lock:
-            self.error = None
+            self.error, told = None, None
             try:
-                act(**given)
+                told = act(**given)
             except DeltactlError as error:
                 self.error = error
-            return [self.reply(rank, call, session) for rank in range(self.ranks)]
+            replies = [self.reply(rank, call, session) for rank in range(self.ranks)]
+            replies[0] |= told or {}
+            return replies
 
     def reply(self, rank: int, call: str | None, session: bool) -> dict[str, Any]:
         update = self.update and {**self.update, "error": facts(self.update["error"])}
@@ -108,6 +110,9 @@ class Workers:
 
     def _deltactl_state(self) -> None:
         pass
+
+    def _deltactl_tensors(self) -> dict[str, Any]:
+        return {"tensors": {n: [t.dtype, list(t.shape)] for n, t in self.tensors.items()}}
 
     def _deltactl_identify(self, bucket_states: Mapping[str, int]) -> None:
         if self.identity == "known":
