@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Protocol
 
 from deltactl.bucket.throttle import Throttle
+from deltactl.core.asides import Outcome
 from deltactl.core.errors import Malformed
+from deltactl.core.store import Unfinished
 
 TOKEN = "deltactlput"
 """The metadata field that holds the token of the ``put`` that created an object."""
@@ -36,4 +39,12 @@ class Creation(Protocol):
 
     def create(self, name: str, source: Source, token: str) -> bool:
         """False, and nothing left, where the name is taken. Raises core.errors."""
+        ...
+
+    def unfinished(self) -> Iterable[Unfinished]:
+        """What came to no end, or is under way. Raises core.errors."""
+        ...
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        """As ``core.store.Bucket.discard``."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -16,9 +16,10 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltactl import __version__
 from deltactl.bucket.hub_calls import calls, check_online, endpoint, session
+from deltactl.core.asides import Outcome
 from deltactl.core.errors import Malformed, Transient, UsageError
 from deltactl.core.files import temporary_file
-from deltactl.core.store import Object
+from deltactl.core.store import Object, Unfinished
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _FORM = "hf://buckets/NAMESPACE/NAME[/PREFIX]"
@@ -60,14 +61,19 @@ class HubBucket:
     def list(self) -> Iterator[Object]:
         with calls(self._id, self.url):
             tree = self._api.list_bucket_tree(self._id, self._prefix or None, recursive=True)
-            found = [(item.path, item.size) for item in tree if isinstance(item, BucketFile)]
+            found = [
+                (item.path, item.size, item.uploaded_at or item.mtime)
+                for item in tree
+                if isinstance(item, BucketFile)
+            ]
         names = set()
-        for path, size in found:
+        for path, size, when in found:
             if not isinstance(path, str) or not isinstance(size, int) or size < 0 or path in names:
                 raise Malformed("the Hub's listing makes no sense", file=self.url, found=repr(path))
             names.add(path)
             if path.startswith(self._prefix):
-                yield Object(path.removeprefix(self._prefix), size)
+                modified = None if when is None else when.timestamp()
+                yield Object(path.removeprefix(self._prefix), size, modified)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         key = self._key(name)
@@ -141,6 +147,13 @@ class HubBucket:
             except BucketBatchError:
                 if self._look(key) is not None:
                     raise
+
+    def unfinished(self) -> Iterable[Unfinished]:
+        """Nothing: what was uploaded and not named in a batch is the Hub's own to remove."""
+        return ()
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        raise AssertionError("it lists nothing that could be discarded")
 
     def _look(self, key: str) -> BucketFile | None:
         found = self._api.get_bucket_paths_info(self._id, [key])

@@ -6,15 +6,17 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
 from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
+from deltactl.core.asides import Outcome
 from deltactl.core.errors import NotAllowed, NotFound, Transient
 from deltactl.core.files import copy_file, rename_new, sync_directory, temporary_file
-from deltactl.core.store import Object
+from deltactl.core.leftovers import CLAIM, discard, leftovers
+from deltactl.core.store import Object, Unfinished
 
 _TEMPORARY = ".tmp"
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -55,7 +57,8 @@ class LocalBucket:
         with contextlib.suppress(FileNotFoundError):  # removed meanwhile, or a link to nothing
             found = path.stat()
             if stat.S_ISREG(found.st_mode):
-                yield Object(path.relative_to(self._root).as_posix(), found.st_size)
+                name = path.relative_to(self._root).as_posix()
+                yield Object(name, found.st_size, found.st_mtime)
 
     def _place(self, name: str) -> Path:
         return self._root / check_name(name)
@@ -108,6 +111,13 @@ class LocalBucket:
     def delete(self, name: str) -> None:
         self._place(name).unlink(missing_ok=True)
 
+    def unfinished(self) -> Iterable[Unfinished]:
+        """Also what lies beside the directory under its name, and downloads that were kept."""
+        return leftovers(self._root)
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        return discard(item.key, before)
+
 
 @contextlib.contextmanager
 def _errors(path: Path) -> Iterator[None]:
@@ -148,7 +158,7 @@ def _rename(temporary: Path, target: Path) -> bool:
 
 def _claim(temporary: Path, target: Path) -> bool:
     """For those without either: the claim decides who writes, the rename shows the object whole."""
-    claim = target.with_name(f".{target.name}.claim")
+    claim = target.with_name(f".{target.name}{CLAIM}")
     try:
         claim.mkdir()
     except FileExistsError:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from deltactl.bucket.aws import translated
 from deltactl.bucket.creation import TOKEN, Source
+from deltactl.bucket.pages import pages
 from deltactl.bucket.refusals import Place
 from deltactl.bucket.together import together
+from deltactl.core.asides import Outcome
+from deltactl.core.store import Unfinished
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -27,8 +32,8 @@ class Multipart:
 
     obstore has no such upload (its multipart uploads overwrite), so AWS's own client makes it.
     Works up to 10,000 parts. A process that is killed leaves an unfinished upload, which is in no
-    listing of objects, and which a lifecycle rule of the bucket (AbortIncompleteMultipartUpload)
-    removes.
+    listing of objects, and which ``unfinished`` shows; a lifecycle rule of the bucket
+    (AbortIncompleteMultipartUpload) removes such as well.
     """
 
     def __init__(self, client: BaseClient, place: Place, pool: Executor) -> None:
@@ -79,6 +84,55 @@ class Multipart:
                 return False
             raise
         return True
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        with translated(self._place):
+            ask = partial(
+                self._client.list_multipart_uploads,
+                Bucket=self._place.bucket,
+                Prefix=self._place.key(""),
+            )
+            tokens = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+            for page in pages(ask, self._place, "Uploads", tokens):
+                for upload in page.get("Uploads", []):
+                    key, begun = upload["Key"], upload["Initiated"].timestamp()
+                    target = {
+                        "Bucket": self._place.bucket,
+                        "Key": key,
+                        "UploadId": upload["UploadId"],
+                    }
+                    size, touched = self._sent(target, begun)
+                    name = key.removeprefix(self._place.key(""))
+                    where = f"{self._place.of(name)} (upload {upload['UploadId'][:8]})"
+                    yield Unfinished("upload", name, where, size, touched, (target, begun))
+
+    def _sent(self, target: Mapping[str, str], begun: float) -> tuple[int, float]:
+        """The bytes of an upload's parts, and when the last came; (0, 0) where it is over."""
+        size, touched = 0, begun
+        tokens = {"PartNumberMarker": "NextPartNumberMarker"}
+        ask = partial(self._client.list_parts, **target)
+        try:
+            for page in pages(ask, self._place, "Parts", tokens):
+                for part in page.get("Parts", []):
+                    size += part["Size"]
+                    touched = max(touched, part["LastModified"].timestamp())
+        except self._client.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] != "NoSuchUpload":
+                raise
+            return 0, 0.0
+        return size, touched
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        target, begun = item.key
+        with translated(self._place, item.name):
+            if self._sent(target, begun)[1] >= before:
+                return "in use"
+            try:
+                self._client.abort_multipart_upload(**target)
+            except self._client.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] != "NoSuchUpload":
+                    raise
+        return "removed"
 
 
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "NoSuchUpload"}

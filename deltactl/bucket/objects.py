@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,9 +20,10 @@ from deltactl.bucket.refusals import Place, changed, cut_short
 from deltactl.bucket.staged import PREFIX as STAGED
 from deltactl.bucket.throttle import Throttle
 from deltactl.bucket.together import together
+from deltactl.core.asides import Outcome
 from deltactl.core.errors import NotFound, Transient
 from deltactl.core.files import write_at
-from deltactl.core.store import Object
+from deltactl.core.store import Object, Unfinished
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
@@ -85,7 +86,8 @@ class ObjectBucket:
             for page in self._store.list(chunk_size=1000):
                 for found in page:
                     if found["path"] and not found["path"].startswith(STAGED):
-                        yield Object(found["path"], found["size"])
+                        modified = found["last_modified"].timestamp()
+                        yield Object(found["path"], found["size"], modified)
 
     def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
         check_name(name)
@@ -190,6 +192,12 @@ class ObjectBucket:
         check_name(name)
         with contextlib.suppress(NotFound), translated(self._place, name):
             self._store.delete(name)
+
+    def unfinished(self) -> Iterable[Unfinished]:
+        return self._large.unfinished()
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        return self._large.discard(item, before)
 
 
 @contextlib.contextmanager

@@ -168,6 +168,24 @@ def senseless(place: Place, name: str | None) -> Malformed:
     )
 
 
+def truncated(place: Place) -> Malformed:
+    """A page of a listing that is not the last, and does not say where the next begins."""
+    return Malformed(
+        "the store says that its listing goes on, and not from where: it is not whole",
+        file=place.url,
+        hint="try again; a store that does so again holds no chain that can be trusted",
+    )
+
+
+def endless(place: Place) -> Malformed:
+    """A listing that goes in circles."""
+    return Malformed(
+        "the store's listing comes to no end: it repeats itself",
+        file=place.url,
+        hint="try again; a store that does so again holds no chain that can be trusted",
+    )
+
+
 def changed(place: Place, name: str) -> Transient:
     """An object that came, went or was exchanged between two requests."""
     return _again("somebody else changed the object at the same moment", place.of(name))

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from deltactl.core.asides import Outcome
 from deltactl.core.errors import Transient
-from deltactl.core.store import Bucket, Object, holds_bytes
+from deltactl.core.store import Bucket, Object, Unfinished, holds_bytes
 
 R = TypeVar("R")
 
@@ -76,6 +77,12 @@ class RetryingBucket:
 
     def delete(self, name: str) -> None:
         self._again(lambda: self._bucket.delete(name))
+
+    def unfinished(self) -> Iterable[Unfinished]:
+        return self._again(lambda: [*self._bucket.unfinished()])
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        return self._again(lambda: self._bucket.discard(item, before))
 
     def put(self, name: str, source: Path) -> bool:
         """Create an object from a file; False, and nothing done, if the name is taken.

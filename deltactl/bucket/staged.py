@@ -12,8 +12,11 @@ from obstore import exceptions
 from deltactl.bucket.creation import TOKEN, Source
 from deltactl.bucket.obstore_errors import translated
 from deltactl.bucket.refusals import Place
+from deltactl.core.asides import Outcome
+from deltactl.core.store import Unfinished
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 PREFIX = ".upload-"
@@ -26,14 +29,16 @@ class Staged:
     """Both stores copy within themselves, an object of any size, on the condition that the target
     does not exist, and judge that in the step that makes it visible: of two that copy to one name
     one is refused. (Google's multipart uploads take no condition, and obstore gives Microsoft's
-    none.) A process that is killed leaves a ``.upload-`` object, which nobody sees as a link.
+    none.) A process that is killed leaves a ``.upload-`` object, which nobody sees as a link and
+    ``unfinished`` shows; what had not been sent whole is in no listing, and Microsoft's store drops
+    it after a week.
     """
 
     def __init__(self, store: ObjectStore, place: Place, jobs: int) -> None:
         self._store, self._place, self._jobs = store, place, jobs
 
     def create(self, name: str, source: Source, token: str) -> bool:
-        aside = PREFIX + token
+        aside = f"{PREFIX}{token}/{name}"
         with translated(self._place, name):
             try:
                 self._store.put(
@@ -51,6 +56,26 @@ class Staged:
                 with contextlib.suppress(exceptions.BaseError, FileNotFoundError):
                     self._store.delete(aside)
         return True
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        with translated(self._place):
+            for page in self._store.list(chunk_size=1000):
+                for found in page:
+                    if found["path"].startswith(PREFIX):
+                        yield self._item(found)
+
+    def _item(self, found: ObjectMeta) -> Unfinished:
+        _, _, name = found["path"].partition("/")
+        touched = found["last_modified"].timestamp()
+        where = self._place.of(found["path"])
+        return Unfinished("upload", name or None, where, found["size"], touched, found["path"])
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        with translated(self._place, item.key), contextlib.suppress(FileNotFoundError):
+            if self._store.head(item.key)["last_modified"].timestamp() >= before:
+                return "in use"
+            self._store.delete(item.key)
+        return "removed"
 
 
 def _pieces(source: Source) -> Iterator[bytes]:

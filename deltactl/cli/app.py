@@ -17,6 +17,7 @@ from deltactl import __version__
 from deltactl.cli import exits
 from deltactl.cli.apply import apply
 from deltactl.cli.bench import bench
+from deltactl.cli.clean import clean
 from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
 from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
@@ -101,7 +102,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-for function in (diff, apply, push, pull, copy, verify, log, show, stats, doctor, bench, demo):
+_VERBS = (diff, apply, push, pull, copy, verify, log, show, stats, clean, doctor, bench, demo)
+for function in _VERBS:
     app.command(cls=Verb)(function)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         "base_state, result_state, encoding, dialect, name; null for what is not known",
         "problems": "objects that look like links and are none: step, file, tensor, what, "
         "expected, found",
+        "leftovers": "what deltactl clean would remove with its default age: count, bytes",
         "bytes_read": "how much of the bucket was read",
         "requests": "in how many requests, the listing counted as one",
     },
@@ -48,21 +49,28 @@ def log(
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
     from deltactl.core.chain import read_chain
+    from deltactl.core.clean import leftovers_of
 
-    chain = read_chain(open_bucket(bucket, jobs=jobs))
+    opened = open_bucket(bucket, jobs=jobs)
+    chain = read_chain(opened)
     if not chain.links and not chain.problems:
         raise NotFound(
             "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {bucket}"
         )
+    left = leftovers_of(opened, chain)
     document = {
         "bucket": chain.url,
         "tip": chain.tip,
         "links": [_document(link) for link in chain.links],
         "problems": [problem.facts() for problem in chain.problems],
+        "leftovers": {"count": len(left.cleaned), "bytes": left.bytes},
         "bytes_read": chain.bytes_read,
         "requests": chain.requests,
     }
     screen.result(document, lambda: _lines(chain))
+    if left.cleaned:
+        found = f"{text.plural(len(left.cleaned), 'left-over')}, {text.size(left.bytes)}"
+        screen.warn(f"{found}, of commands that died: deltactl clean {chain.url}")
     if chain.problems:
         for problem in chain.problems:
             screen.fault(problem)

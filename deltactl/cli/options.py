@@ -32,6 +32,17 @@ def rate(text: str) -> int:
     return found
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def age(text: str) -> int:
+    """Seconds, as ``30m``, ``12h`` or ``7d``."""
+    match = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no age: a number and a unit, as 30m, 12h or 7d")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
 WHERE = (
     "a directory, hf://buckets/NAMESPACE/NAME[/PREFIX], s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX] "
     "or az://CONTAINER[/PREFIX]"

@@ -47,6 +47,12 @@ def pull(
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="The step; by default the tip.")
     ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Replace the weights in DEST though a trainer keeps its state there."
+        ),
+    ] = False,
     jobs: Jobs = None,
     limit_rate: LimitRate = None,
     json: Json = False,
@@ -56,7 +62,10 @@ def pull(
 
     If DEST holds an earlier step of the chain only what is missing is fetched. The result, a
     Hugging Face directory, is compared with the chain's digest before it takes DEST's place in one
-    step.
+    step. What else is in DEST stays, but for files that an earlier pull put beside the weights and
+    that the step has not. A DEST with weights that are no step of the chain, and that no pull put
+    there, is refused; so is one in which a trainer keeps its state, such as optimizer.pt, unless
+    --force is given.
 
     A pull that is killed, interrupted or cut off goes on where it was when it is repeated: what it
     has fetched is kept beside DEST, in .DEST.deltactl-download, and checked again.
@@ -70,6 +79,7 @@ def pull(
             open_bucket(bucket, jobs=jobs, limit_rate=limit_rate),
             dest,
             step=step,
+            force=force,
             progress=progress,
         )
     if report.newer:

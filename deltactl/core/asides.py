@@ -3,7 +3,8 @@
 An aside is called ``.<target>.<host>.<random>.<what>.tmp``, and its maker holds a lock on it for as
 long as it lives; the kernel drops the lock with the process, however that ends. So whoever next
 writes to the same target can tell left-overs from work in hand: same host, and nobody holds the
-lock. Those of other hosts are never touched, as some file systems keep such locks to one host.
+lock. Those of other hosts are left to ``clear`` and somebody who knows their age, as some file
+systems keep such locks to one host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import socket
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 NEW = "new"
 """What is being written, and has no other name yet."""
@@ -28,9 +30,15 @@ NEW = "new"
 OLD = "old"
 """What had the target's name until now; the only copy of it, where nothing has that name."""
 
+Outcome = Literal["removed", "given back", "in use", "kept"]
+"""What became of a left-over. "given back": the old content has its name again; "kept": it may be
+the only copy of something, and whose is not known."""
+
 _LONGEST_STEM = 150  # bytes: a name has 255, and the rest of an aside's takes some
 _ATTEMPTS = 8
 _REMOVALS = 4
+_ASIDE = re.compile(rf"\.(.+)\.[0-9a-f]{{8}}\.[0-9a-f]{{8}}\.({NEW}|{OLD})\.tmp", re.DOTALL)
+_HASHED = re.compile(r"[0-9a-f]{64}")
 
 
 def aside(path: Path, what: str) -> Path:
@@ -115,18 +123,45 @@ def recover(path: Path) -> None:
         names = [name for name in os.listdir(path.parent) if re.fullmatch(pattern, name)]
         for name in sorted(names, reverse=True):  # any "old" is dealt with either way
             with contextlib.suppress(OSError):
-                _clear(path.with_name(name), path)
+                clear(path.with_name(name), path)
 
 
-def _clear(name: Path, path: Path) -> None:
+def is_aside(name: str) -> bool:
+    """Whether a file's name is that of an aside, of whatever host."""
+    return _ASIDE.fullmatch(name) is not None
+
+
+def is_old(name: str) -> bool:
+    """Whether an aside is what its target was until it was replaced."""
+    return name.endswith(f".{OLD}.tmp")
+
+
+def target_of(name: Path) -> Path | None:
+    """What an aside lies beside; None where its name was too long to be told."""
+    match = _ASIDE.fullmatch(name.name)
+    known = match is not None and not _HASHED.fullmatch(match[1])
+    return name.with_name(match[1]) if match and known else None
+
+
+def clear(name: Path, path: Path | None, *, without_locks: bool = False) -> Outcome:
+    """Remove an aside of ``path`` that nobody holds, or give the old content its name back.
+
+    ``without_locks``: also where the file system has none, so that only its age speaks. Raises
+    OSError.
+    """
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        if not lock_now(fd, name):
-            return
-        if name.name.endswith(f".{OLD}.tmp") and not os.path.lexists(path):
-            os.rename(name, path)
-        else:
-            remove(name)
+        locked = lock_now(fd, name)
+        if locked is False or (locked is None and not without_locks):
+            return "in use"
+        if is_old(name.name):
+            if path is None:
+                return "kept"
+            if not os.path.lexists(path):
+                os.rename(name, path)
+                return "given back"
+        remove(name)
+        return "removed"
     finally:
         os.close(fd)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,30 +20,13 @@ from deltactl.core.delta_index import DELTA_INDEX, parse_delta_index
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.core.header import utf8
 from deltactl.core.header_reader import HeaderReader
+from deltactl.core.link_names import LINK_NAME, is_in_directory
+from deltactl.core.link_names import anchor_directory as anchor_directory
+from deltactl.core.link_names import anchor_file_name as anchor_file_name
+from deltactl.core.link_names import delta_directory as delta_directory
+from deltactl.core.link_names import delta_name as delta_name
 from deltactl.core.metadata_check import check_steps
 from deltactl.core.store import Bucket, Object
-
-_NAME = re.compile(r"(?P<kind>delta|anchor)s/step_(?P<step>\d{6,18})(?:\.safetensors|/.+)")
-
-
-def delta_name(step: int) -> str:
-    """The object that holds a step's delta, where it is one file."""
-    return f"deltas/step_{step:06d}.safetensors"
-
-
-def delta_directory(step: int) -> str:
-    """The prefix of a step's delta, where it is several files."""
-    return f"deltas/step_{step:06d}"
-
-
-def anchor_file_name(step: int) -> str:
-    """The object that holds a step's anchor, where it is one file."""
-    return f"anchors/step_{step:06d}.safetensors"
-
-
-def anchor_directory(step: int) -> str:
-    """The prefix of a step's anchor, where it is a directory."""
-    return f"anchors/step_{step:06d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +84,10 @@ class Chain:
     """The links of a bucket, in order of step, a step's delta before its anchor.
 
     ``problems``: objects with a link's name that are none. ``bytes_read``, ``requests``: what it
-    took to read the headers; the bucket's listing is one request. ``all_steps``: the steps that the
-    bucket has objects for, sound or not. ``starts``: the anchors that can be rebuilt from, by step;
-    not those that contradict the deltas which lead to them.
+    took to read the headers; the bucket's listing is one request. ``unnamed``: objects in links'
+    directories that no index names, of links that were not finished and of tries before.
+    ``all_steps``: the steps that the bucket has objects for, sound or not. ``starts``: the anchors
+    that can be rebuilt from, by step; not those that contradict the deltas which lead to them.
     """
 
     def __init__(
@@ -114,7 +97,9 @@ class Chain:
         bytes_read: int = 0,
         url: str = "",
         requests: int = 0,
+        unnamed: Iterable[Object] = (),
     ) -> None:
+        self.unnamed = tuple(unnamed)
         self.links = tuple(sorted(links, key=lambda link: (link.step, link.kind == "anchor")))
         self.problems = tuple(problems)
         self.bytes_read = bytes_read
@@ -247,16 +232,22 @@ def read_chain(bucket: Bucket) -> Chain:
 
     What is wrong with single links is in ``problems``; they are left out of ``links``.
     """
-    candidates = _candidates(bucket.list())
+    objects = [*bucket.list()]
+    candidates = _candidates(objects)
     reader = HeaderReader(bucket)
     found = map_requests(lambda c: _read_link(reader, *c), candidates, bucket.jobs)
+    kept: set[str] = set()  # all that lies beside an index which cannot be read, too
+    for candidate, outcome in zip(candidates, found, strict=True):
+        members = outcome.objects if isinstance(outcome, Link) else candidate[3]
+        kept.update(item.name for item in members)
+    unnamed = [o for o in objects if is_in_directory(o.name) and o.name not in kept]
     links = [outcome for outcome in found if isinstance(outcome, Link)]
     problems = [outcome for outcome in found if isinstance(outcome, DeltactlError)]
     problems += _twice(links)
     torn = _incomplete(links)
     links = [link for link in links if link.name not in torn]
     problems += torn.values()
-    return Chain(links, problems, reader.bytes_read, bucket.url, 1 + reader.requests)
+    return Chain(links, problems, reader.bytes_read, bucket.url, 1 + reader.requests, unnamed)
 
 
 def read_links(bucket: Bucket, names: Sequence[str]) -> list[Link]:
@@ -290,7 +281,7 @@ def _candidates(objects: Iterable[Object]) -> list[_Candidate]:
     single: list[_Candidate] = []
     members: dict[tuple[str, int], list[Object]] = {}
     for item in objects:
-        match = _NAME.fullmatch(item.name)
+        match = LINK_NAME.fullmatch(item.name)
         if match is None:
             continue
         kind, step = match["kind"], int(match["step"])

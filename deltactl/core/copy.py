@@ -14,7 +14,7 @@ from deltactl.core.link_check import link_faults
 from deltactl.core.parallel import Meter
 from deltactl.core.payload_check import payload_faults
 from deltactl.core.progress import Progress, silent
-from deltactl.core.snapshot import Snapshot, put_files
+from deltactl.core.snapshot import Snapshot, put_whole
 from deltactl.core.store import Bucket, holds_bytes
 from deltactl.core.stream_check import identity
 from deltactl.core.tensor_table import Table
@@ -219,14 +219,13 @@ def _put(dest: Bucket, link: Link, found: Fetched) -> bool:
     """Put a link's objects, the one with its header last. False if it is there with these bytes;
     raises Conflict if it is there with others."""
     place = found.places[link.name]
+    files: dict[str, Path] = {}
     if link.directory is not None:
         prefix = link.directory
         files = {item.name: place / item.name.removeprefix(prefix) for item in link.objects}
-        path = files.pop(link.name)
-        snapshot = Snapshot(link.step, str(link.result_state), link.name, path, files)
-        put_files(dest, snapshot, silent)
-        place = path
-    if dest.put(link.name, place):
+        place = files.pop(link.name)
+    snapshot = Snapshot(link.step, str(link.result_state), link.name, place, files)
+    if put_whole(dest, snapshot, lambda: dest.put(link.name, place), silent)[1]:
         return True
     if holds_bytes(dest, link.name, place):
         return False

@@ -15,6 +15,9 @@ from deltactl.core.files import temporary_directory
 UNUSABLE = ".new"
 """The suffix of what a bucket fetches by its own means: of a dead process it is of no use."""
 
+SUFFIX = ".deltactl-download"
+"""What the names of such directories end with."""
+
 _LOCK = "lock"
 _ATTEMPTS = 8
 _WORTH_KEEPING = (Transient, NotFound, NotAllowed, KeyboardInterrupt)
@@ -24,7 +27,7 @@ is kept would stand in the way of the result, and of everybody else."""
 
 def download_place(dest: Path) -> Path:
     """The directory beside ``dest`` that holds what has been fetched for it."""
-    return dest.with_name(f".{stem(dest)}.deltactl-download")
+    return dest.with_name(f".{stem(dest)}{SUFFIX}")
 
 
 @contextlib.contextmanager
@@ -59,10 +62,16 @@ def kept_downloads(dest: Path) -> Iterator[Path]:
 
 def discard_downloads(dest: Path) -> None:
     """Remove what was kept for ``dest``, unless somebody is at it."""
-    place = download_place(dest)
-    if place.is_dir() and (fd := _hold(place)) is not None:
-        remove(place)
-        os.close(fd)
+    discard_place(download_place(dest))
+
+
+def discard_place(place: Path) -> bool:
+    """Remove such a directory; False where somebody is at it, or it is not this user's."""
+    if not place.is_dir() or (fd := _hold(place)) is None:
+        return False
+    remove(place)
+    os.close(fd)
+    return True
 
 
 def _hold(place: Path) -> int | None:

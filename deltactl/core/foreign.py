@@ -15,9 +15,10 @@ from deltactl.core.errors import DeltactlError, NotFound, Unsupported, listed
 from deltactl.core.reading import open_regular, parse_json, read_index
 from deltactl.core.safetensors_io import Header
 
+_KEPT = r"(lr_)?(optim|scheduler|scaler|rng_state|random_states|recipe_state|extra_state)"
 TRAINER_STATE = re.compile(
-    r"(optimizer|scheduler|scaler|rng_state)[\w-]*\.(pt|pth|bin)|training_args\.bin"
-    r"|trainer_state\.json|global_step\d+|optimizer_\d+|.*\.distcp|.*_(model|optim)_states\.pt"
+    rf"{_KEPT}[\w-]*\.(pt|pth|bin|pkl)|training_args\.bin|trainer_state\.json"
+    r"|global_step\d+|optimizer_\d+|.*\.distcp|.*_(model|optim)_states\.pt"
 )
 """Names of files and directories in which trainers keep what they go on with."""
 

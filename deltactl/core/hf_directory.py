@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.core.errors import Malformed, NotFound, listed
-from deltactl.core.foreign import check_directory, check_index_metadata, no_weights
+from deltactl.core.foreign import TRAINER_STATE, check_directory, check_index_metadata, no_weights
 from deltactl.core.reading import is_plain_name, os_errors, parse_json, read_index
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -31,7 +31,7 @@ _WEIGHT_SUFFIXES = (
     ".h5.index.json", ".msgpack.index.json",
 )  # fmt: skip
 _LEFTOVER_SUFFIXES = (".tmp", ".incomplete")
-_TRAINER_FILES = re.compile(r"trainer_state\.json|events\.out\.tfevents\..*")
+_LOGS = re.compile(r"events\.out\.tfevents\..*")
 _TRAINER_FOLDERS = re.compile(r"global_step.*|checkpoint-\d+|__pycache__")
 
 
@@ -162,7 +162,8 @@ def _skipped_folder(name: str) -> bool:
 
 def _skipped_file(name: str) -> bool:
     skipped = name.endswith((*_WEIGHT_SUFFIXES, *_LEFTOVER_SUFFIXES))
-    return skipped or name.startswith(".") or bool(_TRAINER_FILES.fullmatch(name))
+    kept = TRAINER_STATE.fullmatch(name) or _LOGS.fullmatch(name)
+    return skipped or name.startswith(".") or bool(kept)
 
 
 def _raise(error: OSError) -> None:

@@ -34,7 +34,7 @@ from deltactl.core.push_report import PushReport, delta_report, with_size
 from deltactl.core.restamp import restamped
 from deltactl.core.safetensors_io import read_header
 from deltactl.core.signatures import check_fetched
-from deltactl.core.snapshot import Snapshot, put_files, take_snapshot
+from deltactl.core.snapshot import Snapshot, put_whole, take_snapshot
 from deltactl.core.store import Bucket
 
 __all__ = ["PushReport", "push"]
@@ -135,6 +135,7 @@ class _Publisher:
                 found = self._diff(checkpoint, base, delta, step)
                 if asked is None and found.identical:
                     report = self._same_step(tip, found.result_state, found.total_elements)
+                    report = replace(report, left_behind=self._left_behind(checkpoint))
                     return self._finish_anchor(checkpoint, report)
                 report = replace(
                     delta_report(found, step, self._dry_run),
@@ -178,7 +179,8 @@ class _Publisher:
         """An anchor that a push did not live to write is written when the step is pushed again."""
         if report.step != self._chain.steps[-1] or not self._anchor_due(report):
             return report
-        return self._anchor(checkpoint, replace(report, written=True), keep=False)
+        report = replace(report, written=True, left_behind=())
+        return self._anchor(checkpoint, report, keep=False)
 
     def _anchor_due(self, report: PushReport) -> bool:
         """Whether the step of a report, whose link is a delta, is to be an anchor as well."""
@@ -350,8 +352,10 @@ class _Publisher:
         return temporary_directory(self._cached)
 
     def _put_anchor(self, snapshot: Snapshot, report: PushReport) -> PushReport:
-        files = put_files(self._bucket, snapshot, self._progress)
-        written = self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
+        def put_index() -> bool:
+            return self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
+
+        files, written = put_whole(self._bucket, snapshot, put_index, self._progress)
         files[snapshot.name] = snapshot.path.stat().st_size
         return replace(
             report,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,15 @@ from deltactl.core.apply import carry_over, prove
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
+from deltactl.core.destination import (
+    MARKER,
+    Held,
+    check_no_trainer,
+    look,
+    marker_of,
+    outdated,
+    weights_of,
+)
 from deltactl.core.downloads import discard_downloads
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, Transient, UsageError
 from deltactl.core.fetching import Fetched, fetched
@@ -35,8 +42,6 @@ from deltactl.core.files import (
     recover,
     temporary_directory,
 )
-from deltactl.core.hf_directory import find_weights
-from deltactl.core.identity import state_of
 from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress, silent
 from deltactl.core.rebuild import write_directory
@@ -44,13 +49,7 @@ from deltactl.core.store import Bucket
 from deltactl.core.stream_check import FileChecker
 from deltactl.core.transfer import Tally, Wanted, transfer
 
-MARKER = ".deltactl.json"
-"""A file that pull leaves in what it wrote: bucket, step and state. Its word is never taken for the
-weights, which are hashed; it says that the directory is pull's to replace."""
-
 _ATTEMPTS = 8
-
-_OUR_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +71,25 @@ class PullReport:
     newer: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What a directory holds: its state, the chain's step of that state, if it is one, and the step
-    that pull marked it by, if it is unchanged since: the chain may have lost that step."""
-
-    state: str
-    step: int | None
-    marked: int | None = None
-
-
 def pull(
-    bucket: Bucket, dest: Path, *, step: int | None = None, progress: Progress = silent
+    bucket: Bucket,
+    dest: Path,
+    *,
+    step: int | None = None,
+    force: bool = False,
+    progress: Progress = silent,
 ) -> PullReport:
     """Make ``dest`` a Hugging Face directory of a step, the tip by default.
 
     If ``dest`` holds an earlier step of the chain only the deltas between are fetched, unless an
     anchor is the shorter way. Nothing is visible before it is proven. What was fetched before a
     failure that may pass is kept beside ``dest``, and the next pull goes on with it. Raises
-    NotFound, Malformed, and Conflict where ``dest`` holds something that is not of this chain.
+    NotFound, Malformed, and Conflict where ``dest`` holds something that is not of this chain, or,
+    without ``force``, a trainer's state beside weights that are to be replaced.
     """
     check_apart(bucket, dest)
     chain = read_chain(bucket)
-    return materialize(bucket, chain, dest, step=step, progress=progress)
+    return materialize(bucket, chain, dest, step=step, force=force, progress=progress)
 
 
 def materialize(
@@ -103,6 +98,7 @@ def materialize(
     dest: Path,
     *,
     step: int | None = None,
+    force: bool = False,
     progress: Progress = silent,
 ) -> PullReport:
     """``pull`` of a chain whose headers have been read. Raises Transient where others write to
@@ -111,7 +107,7 @@ def materialize(
     for attempt in itertools.count(1):
         try:
             with _watch(dest) as check:
-                return _materialize(bucket, chain, dest, step, check, progress)
+                return _materialize(bucket, chain, dest, step, force, check, progress)
         except _Exchanged:  # others are done with it: what they wrote may be built on
             if attempt == _ATTEMPTS:
                 raise
@@ -144,17 +140,20 @@ def _materialize(
     chain: Chain,
     dest: Path,
     step: int | None,
+    force: bool,
     check: Callable[[], None],
     progress: Progress,
 ) -> PullReport:
-    held = _look(chain, dest, step, progress)
+    held = look(chain, dest, step, progress)
     wanted = wanted_step(chain, step) if step is not None else _newest(chain, dest, held)
     newer = () if step is not None else tuple(s for s in chain.all_steps if s > wanted)
     if held is not None and held.step == wanted:
         discard_downloads(dest.resolve())
-        size = _mend(bucket, chain, dest, wanted)
+        size, mended = _mend(bucket, chain, dest, wanted, held.state, force)
         proven = chain.state_at(wanted) is not None
-        return PullReport(wanted, held.state, size, 0, 0, wanted, size > 0, proven, newer)
+        return PullReport(wanted, held.state, size, 0, 0, wanted, mended, proven, newer)
+    if held is not None and not force:
+        check_no_trainer(dest, chain)
     check_exchangeable(dest.resolve())  # before much is fetched in vain
     anchor, deltas = _shortest(chain, held.step if held else None, wanted)
     links = [*([anchor] if anchor else []), *deltas]
@@ -216,7 +215,7 @@ def wanted_step(chain: Chain, step: int | None) -> int:
     )
 
 
-def _newest(chain: Chain, dest: Path, held: _Held | None) -> int:
+def _newest(chain: Chain, dest: Path, held: Held | None) -> int:
     """The newest step that can be had, from an anchor or from what ``dest`` holds.
 
     Raises Conflict where ``dest`` holds a newer one: to go back is for its user to say.
@@ -247,56 +246,6 @@ def _reached(chain: Chain, have: int, above: int) -> int:
             chain.path_from(have, step)
             return step
     return have
-
-
-def _look(chain: Chain, dest: Path, wanted: int | None, progress: Progress) -> _Held | None:
-    """What ``dest`` holds, as a step up to ``wanted``; None for nothing.
-
-    Raises Conflict unless it may be replaced.
-    """
-    if dest.is_file():
-        raise UsageError("the destination is a file; pull writes a directory", file=dest)
-    if not dest.exists() or not any(dest.iterdir()):
-        return None
-    marker = _read_marker(dest)
-    try:
-        with open_checkpoint(dest) as checkpoint:
-            state = state_of(checkpoint, progress=progress)
-    except DeltactlError as error:
-        if marker is None:
-            raise _not_ours(dest, str(error)) from None
-        return _Held("", None)
-    steps = [link.step for link in chain.links if link.result_state == state]
-    if steps:
-        return _Held(state, max((s for s in steps if wanted is None or s <= wanted), default=None))
-    if marker is None:
-        raise _not_ours(dest, f"state {state}")
-    same = marker.get("state") == state and marker.get("bucket") == chain.url
-    step = marker.get("step")
-    if not same or not isinstance(step, int):
-        return _Held(state, None)
-    if (wanted is not None and step > wanted) or not chain.links_at(step):
-        return _Held(state, None, step)
-    # Only links without digests leave nothing but the marker's word for which step this is.
-    return _Held(state, step if chain.state_at(step) is None else None)
-
-
-def _read_marker(dest: Path) -> dict[str, object] | None:
-    try:
-        marker = json.loads((dest / MARKER).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return marker if isinstance(marker, dict) else None
-
-
-def _not_ours(dest: Path, found: str) -> Conflict:
-    return Conflict(
-        "the destination holds something that is not of this chain",
-        file=dest,
-        expected="no such directory, an empty one, or a step of the chain",
-        found=found,
-        hint="pull into a new directory",
-    )
 
 
 def _shortest(chain: Chain, held: int | None, wanted: int) -> tuple[Link | None, list[Link]]:
@@ -340,7 +289,7 @@ def _write(
 
     ``anchor``: the one that ``base`` is, if its files have not been checked yet.
     """
-    replaces = dest.exists()
+    replaces, beside = dest.exists(), _beside(chain, step)
     with atomic_directory(dest) as directory:
         try:
             written = write_directory(base, deltas, directory, aux=aux, progress=progress)
@@ -358,10 +307,11 @@ def _write(
                 _check_tensors(base, anchor)  # whether its own bytes are to blame
         prove(base, deltas, written, expected)
         if replaces:
-            carry_over(dest, directory, _weights_of(dest))
-        marker = {"bucket": chain.url, "step": step, "state": written.state}
+            carry_over(dest, directory, weights_of(dest))
+            for name in outdated(dest, beside):
+                (directory / name).unlink(missing_ok=True)
         (directory / MARKER).unlink(missing_ok=True)
-        (directory / MARKER).write_text(json.dumps(marker) + "\n")
+        (directory / MARKER).write_text(marker_of(chain, step, written.state, beside))
     return written.state
 
 
@@ -374,15 +324,6 @@ def _where(error: DeltactlError) -> dict[str, Any]:
     return {key: value for key, value in error.facts().items() if key != "what"}
 
 
-def _weights_of(dest: Path) -> set[str]:
-    """The files that a new step replaces, and that would be mistaken for its own if they stayed."""
-    names = {path.name for path in dest.iterdir() if _OUR_WEIGHTS.fullmatch(path.name)}
-    with contextlib.suppress(DeltactlError):
-        files = find_weights(dest).files
-        names |= {*files, *(file.split("-")[0] + ".bin.index.json" for file in files)}
-    return names
-
-
 # The files that travel with the weights.
 
 
@@ -390,23 +331,45 @@ def _aux_of(anchor: Link, place: Path) -> dict[str, Path]:
     return {file.name: place / file.name for file in aux_files(anchor)}
 
 
-def _mend(bucket: Bucket, chain: Chain, dest: Path, step: int) -> int:
-    """Put right what ``dest`` has not as the chain has it, but for weights; returns the bytes."""
+def _newest_anchor(chain: Chain, step: int) -> Link | None:
+    """Whose files lie beside a step's weights."""
+    newest = max((s for s in chain.starts if s <= step), default=None)
+    return None if newest is None else chain.starts[newest]
+
+
+def _beside(chain: Chain, step: int) -> tuple[AnchorFile, ...]:
+    anchor = _newest_anchor(chain, step)
+    return () if anchor is None else aux_files(anchor)
+
+
+def _mend(
+    bucket: Bucket, chain: Chain, dest: Path, step: int, state: str, force: bool
+) -> tuple[int, bool]:
+    """Put right what ``dest`` has not as the chain has it, but for weights; returns the bytes, and
+    whether anything was."""
+    beside = _beside(chain, step)
+    stale = outdated(dest, beside)
     with _missing_aux(bucket, chain, dest, step) as aux:
+        if (aux or stale) and not force:
+            check_no_trainer(dest, chain)
         size = _size(aux)
         for name, path in aux.items():
             with atomic_file(dest / name) as file:
                 copy_file(path, file)
-    return size
+    for name in stale:
+        (dest / name).unlink(missing_ok=True)
+    if (aux or stale) and (dest / MARKER).exists():
+        with atomic_file(dest / MARKER) as file:
+            file.write(marker_of(chain, step, state, beside).encode())
+    return size, bool(aux or stale)
 
 
 @contextlib.contextmanager
 def _missing_aux(bucket: Bucket, chain: Chain, dest: Path, step: int) -> Iterator[dict[str, Path]]:
     """The files of the newest anchor up to ``step`` that ``dest`` lacks or has otherwise, fetched
     and checked. Deltas do not carry them, and a directory without its config cannot be served."""
-    newest = max((s for s in chain.starts if s <= step), default=None)
-    anchor = None if newest is None else chain.starts[newest]
-    files = () if anchor is None else aux_files(anchor)
+    anchor = _newest_anchor(chain, step)
+    files = _beside(chain, step)
     files = tuple(file for file in files if not has_file(dest / file.name, file))
     if anchor is None or not files:
         yield {}

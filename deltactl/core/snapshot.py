@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
 from deltactl.core.chain import anchor_directory, anchor_file_name
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, NotFound
+from deltactl.core.link_names import step_of
 from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress
 from deltactl.core.rebuild import SINGLE, Written, write_directory, write_file
 from deltactl.core.store import Bucket, holds_bytes
 
+R = TypeVar("R")
+
 _PIECE = 1 << 22
+_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +82,71 @@ def described(path: Path, name: str) -> AnchorFile:
     return AnchorFile(name, path.stat().st_size, digest.hexdigest(), False)
 
 
-def put_files(bucket: Bucket, snapshot: Snapshot, progress: Progress) -> dict[str, int]:
-    """Put what has to be there before a link's index; returns the objects' sizes.
+def put_whole(
+    bucket: Bucket, snapshot: Snapshot, put_index: Callable[[], bool], progress: Progress
+) -> tuple[dict[str, int], bool]:
+    """Put a link's files, and its index last; returns the sizes of the files, and what
+    ``put_index`` says.
 
-    A file that an unfinished push left is kept if it has the same bytes. Raises Conflict otherwise.
+    A file that an unfinished push left is kept if it has the same bytes. Raises Conflict otherwise,
+    and what ``put_index`` raises.
     """
     _check_strangers(bucket, snapshot)
     sizes = {name: path.stat().st_size for name, path in snapshot.files.items()}
     meter = Meter(progress, "pushing", sum(sizes.values()))
-    for name, path in snapshot.files.items():  # in turn: of two at once one loses, and stops there
-        if not bucket.put(name, path) and not holds_bytes(bucket, name, path):
-            raise _other_content(bucket, name, snapshot)
-        meter.add(sizes[name])
-    return sizes
+
+    def put(names: Iterable[str]) -> None:
+        for name in names:  # in turn: of two at once one loses, and stops there
+            path = snapshot.files[name]
+            if not bucket.put(name, path) and not holds_bytes(bucket, name, path):
+                raise _other_content(bucket, name, snapshot)
+            meter.add(sizes[name])
+
+    put(snapshot.files)
+    return sizes, put_between(bucket, snapshot.name, sizes, put_index, put)
+
+
+def put_between(
+    bucket: Bucket,
+    name: str,
+    sizes: Mapping[str, int],
+    put_index: Callable[[], R],
+    again: Callable[[Iterable[str]], None] | None = None,
+) -> R:
+    """Put the index ``name`` of a link between two looks at its files, by name with their sizes.
+
+    Somebody may have taken them for left-overs meanwhile (core/clean.py). Those are put ``again``;
+    raises Conflict where that cannot be, or they do not stay.
+    """
+    _look(bucket, name, sizes, again)
+    done = put_index()
+    _look(bucket, name, sizes, again)
+    return done
+
+
+def _look(
+    bucket: Bucket,
+    name: str,
+    sizes: Mapping[str, int],
+    again: Callable[[Iterable[str]], None] | None,
+) -> None:
+    if not sizes:
+        return
+    for _ in range(_LOOKS):
+        there = {item.name: item.size for item in bucket.list()}
+        gone = [name for name, size in sizes.items() if there.get(name) != size]
+        if not gone:
+            return
+        if again is None:
+            break
+        again(gone)
+    raise Conflict(
+        "a file of the link was removed while the link was put",
+        file=gone[0],
+        step=step_of(name),
+        hint=f"remove what is left of {name.rsplit('/', 1)[0]}, its index first, and publish the "
+        f"step again; then deltactl verify {bucket.url}",
+    )
 
 
 def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:

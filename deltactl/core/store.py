@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from deltactl.core.asides import Outcome
 from deltactl.core.errors import NotFound, UsageError
 
 _SECRET = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/@]*:.*@", re.DOTALL)
@@ -31,10 +32,30 @@ def refuse_secret(word: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Object:
     """An object of a bucket: its name relative to the prefix, with "/" between parts; size in
-    bytes."""
+    bytes. ``modified``: when it was written, in seconds since 1970 by the store's clock; None where
+    that is not known."""
 
     name: str
     size: int
+    modified: float | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What somebody who writes has in hand, or left behind when it died; ``list`` does not show it.
+
+    ``kind``: temporary, old content (that has no other name), upload, download or claim. ``name``:
+    the object that it was to become, None where that is not known or it is none; ``place``: where
+    it lies, for people; ``size``: in bytes; ``touched``: when it last was, as Object's
+    ``modified``; ``key``: for the bucket alone.
+    """
+
+    kind: str
+    name: str | None
+    place: str
+    size: int
+    touched: float
+    key: Any = field(default=None, compare=False, repr=False)
 
 
 class Bucket(Protocol):
@@ -97,6 +118,16 @@ class Bucket(Protocol):
 
     def delete(self, name: str) -> None:
         """Remove an object; no error where there is none."""
+        ...
+
+    def unfinished(self) -> Iterable[Unfinished]:
+        """What writers have in hand or left behind, in no order. Raises Unsupported where the store
+        cannot tell."""
+        ...
+
+    def discard(self, item: Unfinished, before: float) -> Outcome:
+        """Remove one, unless somebody holds it or touched it at ``before`` or later, which is
+        looked up anew."""
         ...
 
 

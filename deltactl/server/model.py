@@ -17,7 +17,7 @@ from deltactl.core.chain import Chain
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.errors import Conflict, DeltactlError
-from deltactl.core.reading import parse_json
+from deltactl.server.layouts import config_of, is_tied
 
 Spec = tuple[str, tuple[int, ...]]
 """Type, in the words of safetensors, and shape."""
@@ -98,7 +98,7 @@ def check_model(configuration: Mapping[str, Any], step: Specs, url: str) -> None
     shapes = {name: spec[1] for name, spec in step.items() if spec is not None}
     if not served or not shapes:
         return
-    optional = {HEAD} if _is_tied(path) else set()
+    optional = {HEAD} if is_tied(config_of(path)) else set()
     for name in sorted((served.keys() | shapes.keys()) - optional):
         if served.get(name) != shapes.get(name):
             raise Conflict(
@@ -120,17 +120,6 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
             return {tensor.name: tensor.shape for tensor in found.tensors.values()}
     except (DeltactlError, OSError):
         return {}
-
-
-def _is_tied(path: Path) -> bool:
-    """Whether its configuration says so, for a model of text or of more."""
-    try:
-        config = parse_json((path / "config.json").read_bytes(), path)
-    except (DeltactlError, OSError):
-        return False
-    of_text = config.get("text_config")
-    parts = [config, of_text if isinstance(of_text, dict) else {}]
-    return any(part.get("tie_word_embeddings") is True for part in parts)
 
 
 def _told(spec: Spec | None) -> str:

@@ -5,15 +5,21 @@ been looked at, and every server reads all of it while it is paused. Nothing tel
 before or after: a reload that failed, or whose answer was lost, leaves weights that nobody knows,
 and the server paused. The label that clients see says so meanwhile, and by it the next reload knows
 the pause for its own.
+
+That a reload went well does not prove that the model computes with what was loaded. So only servers
+are asked for one of whose kind a test has shown it (``layouts``), and each answers a short prompt
+before the step is called served. Without the plugin nothing can be asked of a server that is
+paused: it is resumed for that, and paused again where the answer is noise.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from deltactl.core.chain import read_chain
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
@@ -23,6 +29,7 @@ from deltactl.core.store import Bucket
 from deltactl.server.apply import Applied
 from deltactl.server.fleet import as_error, side_by_side, urls_of
 from deltactl.server.goal import check_forward
+from deltactl.server.layouts import check_layout
 from deltactl.server.model import Specs, check_model, specs_at
 from deltactl.server.preflight import BACKEND, check_routes, check_version
 from deltactl.server.report import Replica
@@ -31,6 +38,9 @@ from deltactl.server.update import DEFAULTS, Options
 from deltactl.server.wire import Dead, Refused
 
 T = TypeVar("T")
+
+_PROMPT, _LIKELIEST = range(1, 9), 5
+"""Tokens that every model has, and how many of those that may follow are looked at."""
 
 MARK = "reloading to step "
 """Begins the weight version of a server whose weights are being reloaded."""
@@ -98,6 +108,12 @@ def reload_servers(
     return Applied(pulled.step, pulled.state, [*reports.values()], interrupted, pulled.newer)
 
 
+def _model_of(configuration: Mapping[str, Any]) -> Path:
+    """Where the server's model lies, as it says."""
+    model = configuration.get("model_config")
+    return Path(str(model.get("model"))) if isinstance(model, dict) else Path()
+
+
 class _Reload:
     """One server's reload. All but the reload itself may be done twice, and is where it fails."""
 
@@ -116,6 +132,9 @@ class _Reload:
             what = "the server runs deltactl's plugin, which would not know of a reload"
             raise UsageError(what, file=server.url, hint="leave out --via reload")
         check_model(configuration, tensors, server.url)
+        self._check_layout(_model_of(configuration))
+        if not self._report.paused:
+            self._ask(before=True)
 
     @property
     def labelled(self) -> int | None:
@@ -131,6 +150,7 @@ class _Reload:
         """Have it reload what was pulled to ``place``."""
         server, report, step = self._server, self._report, pulled.step
         paused = check_routes(server)
+        self._check_layout(place)
         before = server.label()
         report.step_before = self.labelled
         held = paused and not before.startswith(MARK)
@@ -145,10 +165,12 @@ class _Reload:
             self._rest(held, before)
             raise self._interrupted()
         self._load(place)
-        self._rest(held, str(step))
+        self._rest(held, str(step), loaded=True)
         report.how, report.step_after, report.state = "reload", step, pulled.state
         if held:
-            report.notes.append("was paused already, and is left paused")
+            report.notes.append(
+                "was paused already, and is left paused: what it answers is not known"
+            )
         else:
             report.seconds_paused = monotonic() - since
 
@@ -177,13 +199,51 @@ class _Reload:
                 f"then {self._again}; where that fails too, restart the server",
             ) from None
 
-    def _rest(self, held: bool, label: str) -> None:
+    def _rest(self, held: bool, label: str, *, loaded: bool = False) -> None:
         if not self._options.keep_cache and not _twice(self._server.clear_prefixes):
             raise DeltactlError("the caches were not cleared", file=self._server.url)
         if not held:
             _twice(self._server.resume)
             self._report.paused = False
+            if loaded:
+                self._ask_or_pause()
         _twice(lambda: self._server.set_label(label))  # until then the pause is known for ours
+
+    def _check_layout(self, model: Path) -> None:
+        check_layout(self._server.configuration(), model, self._server.url)
+
+    def _ask(self, *, before: bool = False) -> None:
+        """Raise Malformed where a short prompt is answered with noise; ``before`` the reload, where
+        that is to mend it, only what keeps the server from being asked at all."""
+        server = self._server
+        found: object = None
+        try:
+            told = _twice(lambda: server.logprobs(server.model(), _PROMPT, _LIKELIEST))
+            if not all(map(isfinite, told)) or len(set(told)) < 2:
+                found = f"log probabilities {told}"
+        except Refused as error:
+            if error.status == 404:
+                raise
+            found = error.found  # vLLM cannot put into JSON what is no number
+        if found is not None and not before:
+            raise Malformed("a short prompt is answered with noise", file=server.url, found=found)
+
+    def _ask_or_pause(self) -> None:
+        try:
+            self._ask()
+        except Dead:
+            raise
+        except DeltactlError as error:
+            self._report.paused = None
+            _twice(lambda: self._server.pause("abort", clear_cache=True))
+            self._report.paused = True
+            raise Malformed(
+                "after the reload the server does not answer as it should; it is paused again, but "
+                "requests may have been answered meanwhile",
+                file=self._server.url,
+                found=str(error),
+                hint="pull the step, and start the server anew on it",
+            ) from None
 
     def _interrupted(self) -> DeltactlError:
         what = "interrupted before the weights were written"

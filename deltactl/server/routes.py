@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from deltactl.core.errors import Malformed
@@ -56,6 +57,25 @@ class Server:
 
     def set_label(self, label: str) -> None:
         self._wire.post("/update_weight_version", {"new_version": label})
+
+    def model(self) -> str:
+        """The name by which requests ask for the model."""
+        rows = self._wire.get("/v1/models").get("data")
+        first = rows[0] if isinstance(rows, list) and rows else None
+        if not isinstance(first, dict) or not isinstance(first.get("id"), str):
+            raise Malformed("the answer to /v1/models names no model", file=self.url)
+        return str(first["id"])
+
+    def logprobs(self, model: str, prompt: Sequence[int], most: int) -> list[float]:
+        """Of the likeliest tokens, ``most`` at most, after a prompt of token ids."""
+        body = {"model": model, "prompt": list(prompt), "max_tokens": 1, "temperature": 0}
+        found: Any = self._wire.post("/v1/completions", {**body, "logprobs": most})
+        try:
+            (row,) = found["choices"][0]["logprobs"]["top_logprobs"]
+            return [float(value) for value in row.values()]
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+            what = "the answer to /v1/completions has no log probabilities"
+            raise Malformed(what, file=self.url) from None
 
     def look(self) -> Seen:
         return Seen(self.engine("deltactl_state"), self.paused(), self.label())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from deltactl.bucket import open_bucket
 from deltactl.core.errors import Conflict, NotAllowed
 from deltactl.core.progress import silent
-from deltactl.core.snapshot import Snapshot, put_files
+from deltactl.core.snapshot import Snapshot, put_between, put_whole
 from deltactl.core.store import Bucket, holds_bytes
 
 
@@ -52,6 +53,16 @@ def put_link(bucket: Bucket, name: str, path: Path, step: int) -> None:
 
 def put_anchor(bucket: Bucket, snapshot: Snapshot) -> int:
     """Put an anchor's files, its index last; returns the bytes of all. Raises as ``put_link``."""
-    sizes = put_files(bucket, snapshot, silent)
-    put_link(bucket, snapshot.name, snapshot.path, snapshot.step)
+
+    def put() -> bool:
+        put_link(bucket, snapshot.name, snapshot.path, snapshot.step)
+        return True
+
+    sizes, _ = put_whole(bucket, snapshot, put, silent)
     return sum(sizes.values()) + snapshot.path.stat().st_size
+
+
+def put_index(bucket: Bucket, name: str, path: Path, step: int, sizes: Mapping[str, int]) -> None:
+    """Put the index of files that other ranks have put: by name, with their sizes. Raises as
+    ``put_link``, and Conflict where one of them is gone."""
+    put_between(bucket, name, sizes, lambda: put_link(bucket, name, path, step))

@@ -2,8 +2,7 @@
 
 Bits that read back right prove nothing of what a layer computes with beside them. So after tensors
 went through vLLM's own loader all ranks compute the logits of one short prompt together. They have
-to be finite; and where neither the live weights nor what a layer holds in parameters has changed,
-they have to be those of before.
+to be finite and not all alike; and where no parameter or buffer has changed, those of before.
 
 The prompt's keys and values go to block 0 of the cache, which vLLM gives to no request.
 """
@@ -37,8 +36,12 @@ class Answer:
     weights: int
 
     @property
-    def finite(self) -> bool:
-        return bool(np.isfinite(self.logits).all())
+    def fault(self) -> str:
+        """What no model answers, if it is that. Noise that a norm has made zero is finite."""
+        if not np.isfinite(self.logits).all():
+            return "logits that are no numbers"
+        flat = self.logits.size and (np.ptp(self.logits, axis=-1) == 0).any()
+        return "the same logit for every token" if flat else ""
 
     def like(self, other: Answer) -> bool:
         """Whether the logits are the other's, but for noise."""
@@ -81,19 +84,18 @@ class Canary:
             now = self._ask()
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        if now is not None and not now.finite:
-            error = "logits that are no numbers"
+        error = error if now is None else now.fault
         same = before is not None and now is not None and now.weights == before.weights
         if self._peers.least(int(same)) and not error:
             assert before is not None and now is not None
-            if before.finite and not now.like(before):
+            if not before.fault and not now.like(before):
                 error = "other logits, though no parameter has changed"
         said = [theirs for theirs in self._peers.gather(error) if theirs]
         if said:
             raise DeltactlError(
                 "after vLLM's own loader the model does not answer as it should",
-                expected="finite logits of a short prompt, and those of before where nothing "
-                "has changed",
+                expected="finite logits of a short prompt, not all alike, and where no parameter "
+                "has changed those of before",
                 found=said[0],
                 hint=RESTART,
             )

@@ -37,12 +37,12 @@ PYDANTIC = {
     "typing_inspection",
 }
 """What typer takes where it is installed."""
-WRITES = ("push", "copy")
+WRITES = ("push", "copy", "clean")
 
 
 def test_the_commands() -> None:
     expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "bench"]
-    expected[-1:-1] = ["doctor"]
+    expected[-1:-1] = ["clean", "doctor"]
     expected += ["demo"]
     assert list(VERBS) == expected
 

@@ -11,6 +11,7 @@ import pytest
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import read_chain
 from deltactl.core.checkpoint import open_checkpoint
+from deltactl.core.destination import MARKER
 from deltactl.core.diff import diff
 from deltactl.core.errors import Conflict, Malformed
 from deltactl.core.publish import push
@@ -113,6 +114,8 @@ def test_where_it_is_meant_it_is_an_anchor_with_its_own_config(
     for place in (dest, tmp_path / "fresh"):  # over the old model, and from nothing
         pull(bucket, place)
         assert holds(place, after)
+        weights = {name for name in content(place) if ".safetensors" in name}
+        assert content(place).keys() == {*aux, *weights, MARKER}
         assert {name: (place / name).read_bytes() for name in aux} == aux
     assert push(source, bucket).step == 2, "it is the tip now"
 
@@ -205,7 +208,7 @@ def test_an_adapter_comes_back_under_the_name_that_loaders_look_for(
 ) -> None:
     source = adapter(tmp_path / "source")
     push(source, bucket, allow_other_model=True)
-    names = {"adapter_config.json", "adapter_model.safetensors", ".deltactl.json"}
+    names = {"adapter_config.json", "adapter_model.safetensors", MARKER}
     pull(bucket, tmp_path / "dest")
     assert content(tmp_path / "dest").keys() == names
     push(source, bucket, step=2)

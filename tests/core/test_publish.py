@@ -268,6 +268,16 @@ def test_the_tip_again_without_a_step_writes_nothing(
         assert content(tmp_path) == was
 
 
+def test_the_tip_again_with_other_files_beside_it_says_so(
+    tmp_path: Path, bucket: LocalBucket
+) -> None:
+    source = write(tmp_path / "source", first_state())
+    push(source, bucket)
+    (source / "config.json").write_text('{"model_type": "tiny", "vocab_size": 8}')
+    report = push(source, bucket)
+    assert (report.written, report.left_behind) == (False, ("config.json",))
+
+
 def test_the_tip_again_without_a_step_finishes_an_anchor_that_is_due(
     tmp_path: Path, bucket: LocalBucket
 ) -> None:

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from deltactl.bucket.local import LocalBucket
 from deltactl.core import pull as pull_module
 from deltactl.core.chain import anchor_directory, anchor_file_name, delta_name, read_chain
+from deltactl.core.destination import MARKER
 from deltactl.core.errors import (
     Conflict,
     DeltactlError,
@@ -25,7 +26,7 @@ from deltactl.core.errors import (
     UsageError,
 )
 from deltactl.core.publish import push
-from deltactl.core.pull import MARKER, pull
+from deltactl.core.pull import pull
 from tests.support.chains import (
     AUX,
     Tensors,
@@ -469,6 +470,121 @@ def test_what_is_not_of_the_chain_is_refused_and_untouched(
     assert_tidy(dest)
 
 
+# A trainer's directory.
+
+KEPT = [
+    "optimizer.pt", "scheduler.pt", "trainer_state.json", "rng_state.pth", "rng_state_3.pth",
+    "training_args.bin", "optimizer.bin", "scaler.pt", "random_states_0.pkl", "global_step500/",
+    "__0_0.distcp", "optimizer_0/", "lr_scheduler.pt", "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_optim_states.pt", "optim_world_size_8_rank_0.pt",
+]  # fmt: skip
+
+
+def keep(dest: Path, name: str) -> None:
+    if name.endswith("/"):
+        (dest / name).mkdir()
+    else:
+        (dest / name).write_bytes(b"moments")
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_weights_beside_a_trainers_state_are_not_replaced(
+    bucket: LocalBucket, dest: Path, name: str, ours: bool
+) -> None:
+    if ours:
+        pull(bucket, dest, step=4)
+    else:
+        write(dest, STEPS[3])
+    keep(dest, name)
+    was = content(dest)
+    for step in (None, 5, 2):
+        with pytest.raises(Conflict, match="a trainer keeps its state") as caught:
+            pull(bucket, dest, step=step)
+        assert caught.value.found == name.rstrip("/")
+        assert f"deltactl pull {bucket.url} {dest} --force" in str(caught.value.hint)
+    assert content(dest) == was
+    assert_tidy(dest)
+    pull(bucket, dest, step=5, force=True)
+    assert holds(dest, STEPS[4])
+    assert (dest / name).exists(), "what is not replaced stays"
+
+
+def test_the_step_that_a_trainers_directory_holds_is_left_alone(
+    bucket: LocalBucket, dest: Path
+) -> None:
+    write(dest, STEPS[5])
+    keep(dest, "optimizer.pt")
+    was = content(dest)
+    assert not pull(bucket, dest).written
+    (dest / "config.json").write_text("its own")
+    with pytest.raises(Conflict, match="a trainer keeps its state"):
+        pull(bucket, dest)
+    assert (dest / "config.json").read_text() == "its own"
+    assert pull(bucket, dest, force=True).written
+    assert content(dest) == was
+
+
+def test_a_trainers_own_weights_are_not_replaced_even_by_force(
+    bucket: LocalBucket, dest: Path
+) -> None:
+    foreign_checkpoint(dest)
+    keep(dest, "optimizer.pt")
+    was = content(dest)
+    for force in (False, True):
+        with pytest.raises(Conflict, match="not of this chain"):
+            pull(bucket, dest, force=force)
+    assert content(dest) == was
+
+
+@pytest.mark.parametrize("name", ["optimizer.md", "my_scheduler.json", "global_steps", "states.pt"])
+def test_other_names_are_no_trainers(bucket: LocalBucket, dest: Path, name: str) -> None:
+    write(dest, STEPS[3])
+    keep(dest, name)
+    pull(bucket, dest)
+    assert holds(dest, STEPS[5])
+
+
+# Files that an earlier pull put there.
+
+
+def test_files_that_the_step_has_not_do_not_stay(tmp_path: Path, dest: Path) -> None:
+    """As the config of another model, from another chain or from before the model changed."""
+    one = make_chain(tmp_path / "one", [STEPS[0]])
+    other = make_chain(tmp_path / "other", [every_kind(first_state())], shards=0)
+    pull(one, dest)
+    (dest / "tokenizer/vocab.txt").write_text("edited")
+    (dest / "mine.txt").write_text("mine")
+    pull(other, dest)
+    found = content(dest)
+    assert found.keys() == {"model.safetensors", MARKER, "tokenizer/vocab.txt", "mine.txt"}
+    assert found["tokenizer/vocab.txt"] == b"edited", "somebody changed it since"
+    pull(one, dest)
+    assert content(dest).keys() == {*AUX, *SHARDS, INDEX, MARKER, "mine.txt"}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        None, [], "config.json", {"../victim": "0"}, {"/victim": "0"}, {"..": "0"}, {"": ""},
+        {"notes.txt": None}, {"notes.txt": ["x"]}, {"notes.txt": "0" * 64}, {"sub": "0" * 64},
+    ],
+)  # fmt: skip
+def test_what_the_marker_says_of_files_removes_nothing_else(
+    bucket: LocalBucket, dest: Path, files: object
+) -> None:
+    pull(bucket, dest, step=1)
+    (dest.parent / "victim").write_text("mine")
+    (dest / "notes.txt").write_text("mine")
+    (dest / "sub").mkdir()
+    marker = json.loads((dest / MARKER).read_text()) | {"files": files}
+    (dest / MARKER).write_text(json.dumps(marker))
+    pull(bucket, dest, step=2)
+    assert (dest.parent / "victim").read_text() == (dest / "notes.txt").read_text() == "mine"
+    assert (dest / "sub").is_dir()
+    assert {*AUX} <= content(dest).keys()
+
+
 def test_a_file_is_no_destination(bucket: LocalBucket, dest: Path) -> None:
     dest.write_text("mine")
     with pytest.raises(UsageError, match="is a file"):
@@ -595,7 +711,7 @@ def test_what_others_put_into_the_directory_stays(bucket: LocalBucket, dest: Pat
     (dest / MARKER).unlink()
     others = others_of(dest)
     for step in (5, 1, 6):
-        pull(bucket, dest, step=step)
+        pull(bucket, dest, step=step, force=True)
         (dest / MARKER).unlink()
         assert others_of(dest) == others
         assert holds_weights(dest, STEPS[step - 1])

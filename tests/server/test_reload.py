@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
+from deltactl.core.errors import (
+    Conflict,
+    DeltactlError,
+    Malformed,
+    NotAllowed,
+    Unsupported,
+    UsageError,
+)
+from deltactl.server.layouts import check_layout
 from deltactl.server.model import HEAD, Spec, check_model
 from deltactl.server.reload import MARK, reload_servers
 from deltactl.server.report import Replica
@@ -73,7 +82,7 @@ def test_a_server_with_the_plugin_is_left_alone(start: Start, steps: Steps, plac
 
 ROUTES = [
     "/version", "/is_paused", "/server_info", "/weight_info", "/update_weight_version", "/pause",
-    "rpc:reload_weights", "/reset_prefix_cache", "/resume",
+    "rpc:reload_weights", "/reset_prefix_cache", "/resume", "/v1/models", "/v1/completions",
 ]  # fmt: skip
 
 
@@ -112,6 +121,135 @@ def test_a_reload_that_fails_leaves_the_server_paused(
     monkeypatch.undo()
     assert reload(steps, 3, server, place).error is None
     assert_serves(server, steps, 3)
+
+
+NOISE = [[math.nan] * 5, [-6.2] * 5, [-math.inf] * 5]
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_server_that_answers_noise_after_the_reload_is_paused_again(
+    noise: list[float], start: Start, steps: Steps, place: Path
+) -> None:
+    server = start(plugin=False)
+    server.vllm.of_a_reload = noise
+    report = reload(steps, 3, server, place)
+    assert isinstance(report.error, Malformed)
+    assert "paused again" in report.error.what
+    assert "answered with noise" in str(report.error.found)
+    assert report.error.hint == "pull the step, and start the server anew on it"
+    assert (server.vllm.paused, report.paused, report.step_after) == (True, True, None)
+    assert server.vllm.label == f"{MARK}3"
+    server.vllm.of_a_reload = [-0.5, -1.5, -2.5, -3.5, -4.5]
+    assert reload(steps, 3, server, place).error is None  # the pause is known for its own
+    assert_serves(server, steps, 3)
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_server_that_answered_noise_before_may_be_mended(
+    noise: list[float], start: Start, steps: Steps, place: Path
+) -> None:
+    server = start(plugin=False)
+    server.vllm.logprobs, server.vllm.of_a_reload = noise, server.vllm.logprobs
+    assert reload(steps, 3, server, place).error is None
+    assert_serves(server, steps, 3)
+
+
+def test_a_server_that_cannot_be_asked_afterwards_is_paused_again(
+    start: Start, steps: Steps, place: Path
+) -> None:
+    server = start(plugin=False)
+    server.fail("/v1/completions", times=None, after_calls=1)
+    report = reload(steps, 3, server, place)
+    assert isinstance(report.error, Malformed)
+    assert (server.vllm.paused, report.paused) == (True, True)
+
+
+@pytest.mark.parametrize("route", ["/pause", "/resume"])
+def test_where_the_second_pause_fails_nothing_is_said_of_it(
+    route: str, start: Start, steps: Steps, place: Path
+) -> None:
+    server = start(plugin=False)
+    server.vllm.of_a_reload = NOISE[0]
+    server.fail(route, times=None, after_calls=1 if route == "/pause" else 0)
+    report = reload(steps, 3, server, place)
+    assert report.error is not None
+    assert (report.paused, report.step_after) == (None if route == "/pause" else True, None)
+
+
+def test_a_server_that_wants_a_key_for_requests_is_not_reloaded_without(
+    start: Start, steps: Steps, place: Path
+) -> None:
+    """Afterwards it could not be asked."""
+    server = start(plugin=False)
+    server.vllm.key = "secret"
+    report = reload(steps, 3, server, place)
+    assert isinstance(report.error, NotAllowed)
+    assert "VLLM_API_KEY" in str(report.error.hint)
+    assert not place.exists()
+    assert "/pause" not in server.requests
+
+
+def quantised(server: StandIn) -> None:
+    server.vllm.quantization = "compressed-tensors"
+
+
+def of_experts(server: StandIn) -> None:
+    server.vllm.moe = True
+
+
+@pytest.mark.parametrize(("harm", "found"), [
+    (quantised, "quantisation compressed-tensors"),
+    (of_experts, "a model with experts"),
+])  # fmt: skip
+def test_a_kind_of_server_that_no_reload_was_proven_for_is_refused_by_name(
+    harm: Any, found: str, start: Start, steps: Steps, place: Path
+) -> None:
+    server = start(plugin=False)
+    harm(server)
+    report = reload(steps, 3, server, place)
+    assert isinstance(report.error, Unsupported)
+    assert report.error.found == found
+    assert "start the server anew on it" in str(report.error.hint)
+    assert not place.exists()
+    assert not {"/pause", "rpc:reload_weights"} & set(server.requests)
+
+
+@pytest.mark.parametrize(("device", "config", "found"), [
+    ("cpu", {}, None),
+    ("cuda", {"tie_word_embeddings": True}, None),
+    ("cpu", {"tie_word_embeddings": True}, "an output layer that shares the embedding"),
+    ("cpu", {"text_config": {"tie_word_embeddings": True}}, "an output layer that shares"),
+    ("cuda", {"quantization_config": {"quant_method": "fp8"}}, "quantisation fp8"),
+    ("cuda", {"num_experts": 8}, "a model with experts"),
+    ("cuda", {"text_config": {"num_local_experts": 8}}, "a model with experts"),
+    ("cuda", {"num_experts": 0, "text_config": 3, "quantization_config": None}, None),
+])  # fmt: skip
+def test_the_model_s_configuration_counts_too(
+    device: str, config: dict[str, Any], found: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    configuration = {"device_config": {"device": device}, "model_config": {"quantization": None}}
+    if found is None:
+        check_layout(configuration, tmp_path, "http://a")
+    else:
+        with pytest.raises(Unsupported) as caught:
+            check_layout(configuration, tmp_path, "http://a")
+        assert found in str(caught.value.found)
+        check_layout(configuration, tmp_path / "none", "http://a")
+        check_layout({}, tmp_path.parent, "http://a")
+
+
+def test_where_the_server_s_directory_cannot_be_seen_the_step_s_configuration_tells(
+    start: Start, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was pulled: still before the pause."""
+    monkeypatch.setattr("tests.support.chains.AUX", {"config.json": b'{"num_experts": 4}'})
+    bucket = make_chain(tmp_path, [{"a": random_tensor("BF16", (8, 4), n)} for n in (1, 2)])
+    server = start(plugin=False)
+    server.vllm.workers.model = Path("/none")
+    (report,) = reload_servers(bucket, 2, [server.url], place, QUICK).replicas
+    assert isinstance(report.error, Unsupported)
+    assert not {"/pause", "rpc:reload_weights"} & set(server.requests)
 
 
 def test_a_pause_of_somebody_else_stays(start: Start, steps: Steps, place: Path) -> None:

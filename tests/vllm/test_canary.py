@@ -22,6 +22,7 @@ NOISE = replace(GOOD, logits=GOOD.logits + np.float32(0.01))
 OTHER = replace(GOOD, logits=GOOD.logits[::-1].copy())
 NAN = replace(GOOD, logits=np.full((8, 5), np.nan, np.float32))
 INFINITE = replace(GOOD, logits=np.full((8, 5), np.inf, np.float32))
+FLAT = replace(GOOD, logits=np.zeros((8, 5), np.float32))
 NEW = replace(OTHER, weights=18)
 NONE = Answer(np.empty(0, np.float32), 17)
 """Of a rank that vLLM gives no logits."""
@@ -61,6 +62,8 @@ def raised(birds: list[Canary], act: Callable[[Canary], None]) -> list[DeltactlE
     (GOOD, NOISE, None),
     (GOOD, NEW, None),
     (NAN, GOOD, None),  # it has been mended
+    (FLAT, GOOD, None),
+    (GOOD, FLAT, "the same logit for every token"),
     (GOOD, OTHER, "other logits, though no parameter has changed"),
     (GOOD, NAN, "logits that are no numbers"),
     (GOOD, INFINITE, "logits that are no numbers"),

@@ -18,7 +18,7 @@ from deltactl.core.safetensors_io import Header
 from deltactl.core.snapshot import described
 from deltactl.core.store import Bucket
 from deltactl.trainer.anchors import as_anchor, from_anchor, is_due, with_delta
-from deltactl.trainer.put import put_link
+from deltactl.trainer.put import put_index, put_link
 from deltactl.trainer.ranks.shard import Shard, ShardFile, states_in
 from deltactl.trainer.ranks.watch import Watch
 from deltactl.trainer.report import Publication
@@ -83,7 +83,9 @@ class Shards:
         ordered = tuple(tensors[name] for name in sorted(tensors, key=utf8))
         index = self._directory / f"{step}.{INDEX}"
         index.write_bytes(anchor_index(step, ordered, homes, tuple(files)))
-        put_link(self._bucket, f"{anchor_directory(step)}/{INDEX}", index, step)
+        place = anchor_directory(step)
+        sizes = {f"{place}/{file.name}": file.nbytes for file in files}
+        put_index(self._bucket, f"{place}/{INDEX}", index, step, sizes)
         size = index.stat().st_size + sum(file.nbytes for file in files)
         index.unlink()
         return Assembled(size, ordered)

@@ -19,7 +19,7 @@ from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import States, write_delta
 from deltactl.trainer.line import PENDING
 from deltactl.trainer.mirror import Mirror
-from deltactl.trainer.put import put_link
+from deltactl.trainer.put import put_index, put_link
 from deltactl.trainer.ranks.anchors import Anchors, Loose, Shards
 from deltactl.trainer.ranks.capture import Sent, receive
 from deltactl.trainer.ranks.layout import Layout
@@ -189,7 +189,8 @@ class RankLine(Account):
         raw, table = delta_index(self._table, parts, step, base_step)
         index = self._directory / f"{step}.{DELTA_INDEX}"
         index.write_bytes(raw)
-        put_link(self._bucket, f"{place}/{DELTA_INDEX}", index, step)
+        sizes = {path: header.file_size for path, header in headers.items()}
+        put_index(self._bucket, f"{place}/{DELTA_INDEX}", index, step, sizes)
         index.unlink()
         self._table = table
         header = parse_delta_index(raw, index)

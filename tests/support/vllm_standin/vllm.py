@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ class Vllm:
         self.extension: str | None = "deltactl.vllm.WorkerExtension" if plugin else None
         self.key: str | None = None
         self.replicas = 1
+        self.logprobs = [-0.5, -1.5, -2.5, -3.5, -4.5]
+        self.of_a_reload: list[float] | None = None  # what they are after one
+        self.quantization: str | None = None
+        self.device, self.moe = "cuda", False
         self.label = "default"
         self.paused = self.session = self.engine_dead = False
         self.resumed_on: list[tuple[str, str]] = []  # state and label
@@ -64,6 +69,8 @@ class Vllm:
         open_to_all = {"/version": self._version, "/health": self._health}
         if (method, path) == ("POST", "/v1/completions"):
             return self._complete(body)
+        if (method, path) == ("GET", "/v1/models"):
+            return {"data": [{"id": "m"}]}
         if path in open_to_all:
             return open_to_all[path](query, body)
         route = _ROUTES.get((method, path)) if self.dev else None
@@ -89,7 +96,13 @@ class Vllm:
         with self._core:
             state = self._prefixes.setdefault(prompt, self.live)
             self.served.append(state)
-        return {"choices": [{"text": state}]}
+        if "logprobs" not in body:
+            return {"choices": [{"text": state}]}
+        assert body["model"] == "m"
+        row = dict(zip("abcde", self.logprobs, strict=True))
+        if not all(map(isfinite, self.logprobs)):
+            raise Refused(400, "Out of range float values are not JSON compliant")
+        return {"choices": [{"text": state, "logprobs": {"top_logprobs": [row]}}]}
 
     def rpc(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
         """Call a method on all ranks, with vLLM's queues between."""
@@ -140,6 +153,7 @@ class Vllm:
         """Tensor by tensor, so that what fails half-way has written the half before."""
         for name, live in weights.load(path).items():
             self.workers.tensors[name].bits[:] = live.bits
+        self.logprobs = self.of_a_reload or self.logprobs
 
     # The routes of development mode.
 
@@ -151,10 +165,13 @@ class Vllm:
                 "model_config": {
                     "dtype": f"torch.{self.workers.dtype}",
                     "model": str(self.workers.model),
+                    "quantization": self.quantization,
                 },
+                "device_config": {"device": self.device},
                 "parallel_config": {
                     "worker_extension_cls": self.extension or "",
                     "data_parallel_size": self.replicas,
+                    "is_moe_model": self.moe,
                 },
             }
         }
