@@ -27,6 +27,7 @@ from tests.support.adversarial import small_blocks, special_bits, unsigned
 from tests.support.chains import make_delta
 from tests.support.checkpoints import Spec, changed, flip_bit, random_tensor, write_safetensors
 from tests.support.live_ranks import Rank, make_ranks
+from tests.support.tools import need_kernel
 
 Tensors = dict[str, Spec]
 
@@ -518,6 +519,7 @@ class Died(Exception):
 
 def dying_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the writes to storages, each in one piece, so many succeed; of the next one half does."""
+    need_kernel()  # of whose writes one is cut short
     left = [writes]
 
     def count(write: Callable[[], None], half: Callable[[], None]) -> None:
