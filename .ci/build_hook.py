@@ -1,4 +1,4 @@
-"""Compiles kernel.c when a wheel is built. Without a C compiler the wheel is made without it."""
+"""Compiles kernel.c and guard.c when a wheel is built; without a C compiler it has neither."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _NATIVE = Path(__file__).parents[1] / "deltactl/core/native"
-_LIBRARY = "kernel.shared"
+_LIBRARIES = ("kernel", "guard")
 _FLAGS = ("-std=gnu11", "-O3", "-shared", "-fPIC")
 
 
 class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
-    """Adds the library to the wheel, or for an editable one to the source tree."""
+    """Adds the libraries to the wheel, or for an editable one to the source tree."""
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and say in the wheel's tag that it is for this platform alone."""
         self._scratch = tempfile.mkdtemp()
-        out = Path(self._scratch, _LIBRARY)
-        if not _compile(out):
+        made = [Path(self._scratch, f"{name}.shared") for name in _LIBRARIES]
+        if not all(_compile(out) for out in made):
             self.app.display_warning("no C compiler: deltactl is installed without its kernel")
             return
+        for out in made:
+            if version == "editable":
+                shutil.copy(out, _NATIVE / out.name)
+            else:
+                build_data["force_include"][str(out)] = f"deltactl/core/native/{out.name}"
         if version == "editable":
-            shutil.copy(out, _NATIVE / _LIBRARY)
             return
-        build_data["force_include"][str(out)] = f"deltactl/core/native/{_LIBRARY}"
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
@@ -49,7 +52,8 @@ def _compile(out: Path) -> bool:
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
     for command in (compiler.split(), ["cc"]):
         try:
-            arguments = [*command, *_FLAGS, "-o", str(out), str(_NATIVE / "kernel.c")]
+            source = _NATIVE / f"{out.stem}.c"
+            arguments = [*command, *_FLAGS, "-o", str(out), str(source)]
             subprocess.run(arguments, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import sys
 import threading
@@ -171,11 +172,18 @@ def _refuse_secrets(out: Output, args: Sequence[str]) -> None:
 
 def _failed(out: Output, error: DeltactlError | OSError | MemoryError, verb: str) -> int:
     known = error if isinstance(error, DeltactlError) else exits.from_system(error)
+    known = _torn() or known
     if isinstance(known, UsageError) and known.hint is None:
         known.hint = f"{NAME} {verb} --help"
     code = exits.code_of(known)
     out.failure(known, code)
     return code
+
+
+def _torn() -> DeltactlError | None:
+    """A file that was torn while it was mapped: whatever else was said comes of that."""
+    module = sys.modules.get("deltactl.core.mapped")  # not imported for commands that map nothing
+    return None if module is None else module.mapped_fault()
 
 
 def _misused(out: Output, error: ClickException, args: Sequence[str]) -> int:
@@ -208,6 +216,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
+    with contextlib.suppress(OSError, ValueError):  # stderr is no file
+        faulthandler.enable()  # so that nothing, as a mapped file that shrinks, ends us in silence
     try:
         app()
     except SystemExit as end:

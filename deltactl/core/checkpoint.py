@@ -6,9 +6,10 @@ headers are read; the bytes of the tensors are mapped and reach memory when some
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
 from deltactl.core.foreign import check_container, check_torch_name, check_zip
 from deltactl.core.hf_directory import TORCH_SUFFIXES, Weights, aux_files, find_weights
+from deltactl.core.mapped import check_mapped, hold, let_go
 from deltactl.core.reading import open_regular, os_errors
 from deltactl.core.safetensors_io import DTYPE_BITS, map_file
 from deltactl.core.signatures import SAMPLE, foreign, unknown
@@ -55,7 +57,8 @@ class Shard:
 
 
 class Checkpoint:
-    """An open checkpoint, and a context manager that closes it.
+    """An open checkpoint, and a context manager that closes it, and raises Malformed where a file
+    was torn meanwhile.
 
     ``tensors`` is in order of the names' UTF-8 bytes, ``shards`` in order of file name.
     ``index_metadata`` is the index's "metadata", None where there is no index. ``nbytes`` and
@@ -78,6 +81,8 @@ class Checkpoint:
         self.index_metadata = index_metadata
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self.total_elements = sum(tensor.elements for tensor in tensors.values())
+        for data in self._mapped():
+            hold(data)
 
     @cached_property
     def aux(self) -> dict[str, Path]:
@@ -88,14 +93,27 @@ class Checkpoint:
         return aux_files(self.path) if self.is_directory else {}
 
     def close(self) -> None:
-        """Let go of the tensors. A file stays mapped while a view of its bytes lives elsewhere."""
+        """Let go of the tensors. A file stays mapped while a view of its bytes lives elsewhere, and
+        nobody is told any more if it is torn."""
+        for data in self._mapped():
+            let_go(data)
         self.tensors = {}
+
+    def _mapped(self) -> Iterator[npt.NDArray[np.uint8]]:
+        """Some bytes of each file."""
+        for shard in self.shards:
+            held = (self.tensors[name].data for name in shard.tensors if name in self.tensors)
+            yield from islice((data for data in held if data.size), 1)
 
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None or issubclass(kind, Exception):
+                check_mapped()  # before anybody believes what was read, or what was said of it
+        finally:
+            self.close()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -25,6 +25,7 @@ from deltactl.core.encoding import ENCODINGS
 from deltactl.core.encoding.base import Decoder, StoredPart, Target
 from deltactl.core.errors import Malformed, NotFound, Unproven
 from deltactl.core.header import Record
+from deltactl.core.mapped import mapped_fault, sound_sources
 from deltactl.core.reading import read_index
 from deltactl.core.safetensors_io import Header, map_file
 
@@ -137,8 +138,13 @@ class Delta:
 
     def check_payload(self) -> None:
         """Compare the payload with its digest. Raises Malformed; Unproven where there is none."""
-        for file in self._files:
-            file.check_payload()
+        with sound_sources():
+            for file in self._files:
+                file.check_payload()
+
+    def stands(self) -> bool:
+        """Whether its files are still what was mapped."""
+        return all(mapped_fault(file.path) is None for file in self._files)
 
     def whole(self, name: str) -> Bytes:
         """All bytes, shape (n,), of a tensor that is carried whole."""

@@ -18,6 +18,7 @@ from typing import IO
 
 from deltactl.core.asides import NEW, OLD, aside, held_aside, lock_held, recover, remove
 from deltactl.core.errors import UsageError
+from deltactl.core.mapped import sound_sources
 
 __all__ = [
     "Segment",
@@ -140,12 +141,14 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     otherwise.
 
     Synced to disk; replaces what had the name, and has its permissions, or else those that the
-    umask gives. Raises UsageError where the name is that of a directory or a device.
+    umask gives. Raises UsageError where the name is that of a directory or a device, Malformed
+    where a file that was mapped meanwhile was torn.
     """
     if path.exists() and not path.is_file():
         raise UsageError("the output is there and is no regular file", file=path)
     with temporary_file(path) as (file, name):
-        yield file
+        with sound_sources():
+            yield file
         file.flush()
         os.fsync(file.fileno())
         _keep_mode(path, name)
@@ -164,7 +167,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     path = path.resolve()  # the directory behind a symbolic link, not the link
     check_exchangeable(path)
     with temporary_directory(path) as temporary:
-        yield temporary
+        with sound_sources():
+            yield temporary
         for directory, _, _ in os.walk(temporary):
             sync_directory(Path(directory))
         _keep_mode(path, temporary)

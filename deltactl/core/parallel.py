@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
+from deltactl.core.mapped import sound_sources
 from deltactl.core.progress import Progress
 
 T = TypeVar("T")
@@ -24,15 +25,17 @@ def map_largest_first(
 ) -> list[R]:
     """``[work(item) for item in items]`` on all cores, largest first so that none is left for last.
 
-    Raises the first error; work that has not begun by then is dropped.
+    Raises the first error; work that has not begun by then is dropped. Raises Malformed for a
+    mapped file that was torn meanwhile.
     """
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     results: dict[int, R] = {}
     with ThreadPoolExecutor(min(cores(), max(1, len(items)))) as pool:
         futures = {pool.submit(work, items[i]): i for i in order}
         try:
-            for future in as_completed(futures):
-                results[futures[future]] = future.result()
+            with sound_sources():
+                for future in as_completed(futures):
+                    results[futures[future]] = future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

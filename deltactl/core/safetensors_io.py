@@ -12,7 +12,6 @@ readers see two different files.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.core.errors import Malformed
+from deltactl.core.mapped import map_bytes, sound_sources
 from deltactl.core.reading import MAX_SIZE, open_regular, parse_json
 from deltactl.core.signatures import SAMPLE, foreign
 
@@ -215,22 +215,12 @@ def make_header(
     return len(text).to_bytes(8, "little") + text
 
 
-def map_bytes(path: Path) -> npt.NDArray[np.uint8]:
-    """The whole file as a read-only mapped array of bytes; an empty file gives an empty array.
-
-    The mapping lives as long as a view of it does. Raises NotFound, NotAllowed, Malformed.
-    """
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-
-
 def map_file(path: Path) -> tuple[Header, npt.NDArray[np.uint8]]:
     """Header and mapped bytes of one file, from one opening: no rename can come in between.
 
     Raises NotFound, NotAllowed, Malformed.
     """
     data = map_bytes(path)
-    length = header_length(data[:SAMPLE].tobytes(), path)
-    return parse_header(data[:length].tobytes(), data.size, path), data
+    with sound_sources():
+        length = header_length(data[:SAMPLE].tobytes(), path)
+        return parse_header(data[:length].tobytes(), data.size, path), data

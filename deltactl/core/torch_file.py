@@ -11,7 +11,7 @@ import pickle
 import re
 import reprlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.core.errors import Malformed, Unsupported
+from deltactl.core.mapped import check_mapped, release_after, watch_memory
 from deltactl.core.reading import is_text, open_regular, os_errors
 from deltactl.core.safetensors_io import METADATA
 
@@ -59,14 +60,30 @@ def read_torch(path: Path) -> list[TorchTensor]:
     Raises NotFound, NotAllowed, Malformed; Unsupported where torch is missing or the file holds
     what a checkpoint cannot.
     """
-    size, document = _load(path)
+    size, is_mapped, document = _load(path)
     tensors = list(_tensors(_state_dict(document, path), path))
     _check_copies(tensors, size, path)
-    return [_converted(name, tensor) for name, tensor in tensors]
+    span = _mapped_span(tensors, size) if is_mapped else None
+    if span is None:
+        return [_converted(name, tensor) for name, tensor in tensors]
+    with os_errors(path):
+        watched = watch_memory(path, span.start, len(span))
+    found = [_converted(name, tensor) for name, tensor in tensors]
+    check_mapped()  # some may have been copied
+    release_after(watched, [t.data.base for t in found if t.data.ctypes.data in span])
+    return found
 
 
-def _load(path: Path) -> tuple[int, object]:
-    """Size of the file in bytes, and what is pickled in it."""
+def _mapped_span(tensors: Iterable[tuple[str, torch.Tensor]], size: int) -> range | None:
+    """The addresses that the tensors' bytes lie at, if that can be one mapping of the file."""
+    storages = (tensor.untyped_storage() for _, tensor in tensors)
+    spans = [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages if s.nbytes()]
+    start, stop = min((s for s, _ in spans), default=0), max((s for _, s in spans), default=0)
+    return range(start, stop) if 0 < stop - start <= size else None
+
+
+def _load(path: Path) -> tuple[int, bool, object]:
+    """Size of the file in bytes, whether it is mapped, and what is pickled in it."""
     with open_regular(path) as file:
         is_zip = file.read(4) == b"PK\x03\x04"
         size = file.seek(0, 2)
@@ -78,7 +95,8 @@ def _load(path: Path) -> tuple[int, object]:
     with os_errors(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return size, torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            return size, is_zip, found
         except OSError:
             raise
         except (

@@ -160,7 +160,7 @@ def stage(
         sums=sums,
         reload=tuple(name for name in names if name in weight_map.unmapped),
         ignored=tuple(name for name in names if name in weight_map.ignored),
-        _sources_stand=lambda: True,  # links are written once
+        _sources_stand=lambda: all(delta.stands() for delta in deltas),
     )
 
 
