@@ -25,7 +25,6 @@ from deltactl.core.diff import diff
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.core.files import atomic_directory, atomic_file
 from deltactl.core.mapped import map_bytes, mapped_fault
-from deltactl.core.native.guard import GUARD
 from deltactl.core.parallel import Meter, map_largest_first
 from deltactl.core.publish import push
 from deltactl.core.pull import pull
@@ -33,11 +32,15 @@ from deltactl.core.stats import stats_delta, stats_pair
 from deltactl.core.verify import verify_bucket, verify_delta
 from tests.support.chains import content, write_torch
 from tests.support.checkpoints import Spec, changed, random_tensor, write_safetensors
+from tests.support.tools import need_guard
 
 PAGE = mmap.PAGESIZE
 SIZE = 64 * PAGE
 
-pytestmark = pytest.mark.skipif(GUARD is None, reason="installed without a C compiler")
+
+@pytest.fixture(autouse=True)
+def _needs_the_guard() -> None:
+    need_guard()
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ from typing import NoReturn
 import pytest
 
 from deltactl.core import native
+from deltactl.core.native import guard
 
 REQUIRED = "DELTACTL_TEST_REQUIRE_TOOLS"
 """If this is set in the environment, as in .ci/run, a missing program fails the test."""
@@ -30,6 +31,13 @@ def need_kernel() -> native.Kernel:
     if native.KERNEL is None:
         _missing("deltactl was installed without its kernel")
     return native.KERNEL
+
+
+def need_guard() -> guard.Guard:
+    """The compiled signal handler; skips the test where it was not compiled."""
+    if guard.GUARD is None:
+        _missing("deltactl was installed without its guard")
+    return guard.GUARD
 
 
 def _missing(what: str) -> NoReturn:
