@@ -47,8 +47,7 @@ class Campaign:
         where a module's tests fail as they are."""
         end = monotonic() + seconds
         found: Fates = {module: dict(self._known(module, asked[module])) for module in asked}
-        for module in asked:
-            self._measure(self._tests[module])
+        groups = {frozenset(self._tests[module]): self._tests[module] for module in asked}
 
         def work(one: tuple[str, Mutant]) -> None:
             if monotonic() < end:
@@ -57,14 +56,16 @@ class Campaign:
                 tell(module, mutant, fate)
 
         with ThreadPoolExecutor(self._jobs) as pool:
+            list(pool.map(self._measure, groups.values()))
             left = [one for one in _in_turn(asked) if one[1] not in found[one[0]]]
             list(pool.map(work, left))
         return found
 
     def _measure(self, tests: tuple[str, ...]) -> None:
-        if frozenset(tests) not in self._usual:  # in whatever order
-            copy = self._copies.get()
-            self._usual[frozenset(tests)] = copy.without_fault(tests)
+        copy = self._copies.get()
+        try:
+            self._usual[frozenset(tests)] = copy.without_fault(tests)  # in whatever order
+        finally:
             self._copies.put(copy)
 
     def _fate(self, module: str, mutant: Mutant) -> Fate:
