@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         "bucket": "the bucket",
         "tip": "the newest step that can be rebuilt; null if there is none",
         "links": "in order: step, kind (delta, anchor), bytes, changed_elements, sparsity, "
-        "base_state, result_state, encoding, dialect, name; null for what is not known",
+        "base_state, result_state, encoding, dialect, name; null for what is not known; "
+        "replaces_all: whether it keeps nothing of the step before",
         "problems": "objects that look like links and are none: step, file, tensor, what, "
         "expected, found",
         "leftovers": "what deltactl clean would remove with its default age: count, bytes",
@@ -44,12 +45,14 @@ def log(
 
     Only headers are read; deltactl verify tells whether the links hold together. An anchor's step
     has two links, unless it is the first: a delta for those who hold the step before, and the
-    anchor for those who do not.
+    anchor for those who do not. Where a link keeps nothing of the step before, as where another
+    model begins, "replaced" stands in the place of its sparsity.
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
     from deltactl.core.chain import read_chain
     from deltactl.core.clean import leftovers_of
+    from deltactl.core.replaced import replaces_all
 
     opened = open_bucket(bucket, jobs=jobs)
     chain = read_chain(opened)
@@ -58,16 +61,19 @@ def log(
             "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {bucket}"
         )
     left = leftovers_of(opened, chain)
+    replaced = {link.name for link in chain.links if replaces_all(chain, link)}
     document = {
         "bucket": chain.url,
         "tip": chain.tip,
-        "links": [_document(link) for link in chain.links],
+        "links": [
+            _document(link) | {"replaces_all": link.name in replaced} for link in chain.links
+        ],
         "problems": [problem.facts() for problem in chain.problems],
         "leftovers": {"count": len(left.cleaned), "bytes": left.bytes},
         "bytes_read": chain.bytes_read,
         "requests": chain.requests,
     }
-    screen.result(document, lambda: _lines(chain))
+    screen.result(document, lambda: _lines(chain, replaced))
     if left.cleaned:
         found = f"{text.plural(len(left.cleaned), 'left-over')}, {text.size(left.bytes)}"
         screen.warn(f"{found}, of commands that died: deltactl clean {chain.url}")
@@ -92,7 +98,7 @@ def _document(link: Link) -> dict[str, Any]:
     }
 
 
-def _lines(chain: Chain) -> Iterable[str]:
+def _lines(chain: Chain, replaced: Collection[str]) -> Iterable[str]:
     head = (">step", "kind", ">size", ">changed", ">sparsity", "base", "result")
     rows = [
         (
@@ -100,7 +106,7 @@ def _lines(chain: Chain) -> Iterable[str]:
             link.kind,
             text.size(link.bytes),
             text.count(link.changed_elements),
-            text.share(link.sparsity),
+            "replaced" if link.name in replaced else text.share(link.sparsity),
             text.short(link.base_state),
             text.short(link.result_state),
         )

@@ -75,9 +75,7 @@ class Link:
     @property
     def sparsity(self) -> float | None:
         """Share of elements that keep their bits; None for an anchor, or where it is not known."""
-        if self.changed_elements is None or self.total_elements is None:
-            return None
-        return 1 - self.changed_elements / self.total_elements if self.total_elements else 1.0
+        return self.header.sparsity if isinstance(self.header, DeltaHeader) else None
 
 
 class Chain:

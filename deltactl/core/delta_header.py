@@ -84,6 +84,23 @@ class DeltaHeader:
         """Elements whose bits change, those of added tensors included."""
         return sum(record.changed for record in self.records.values())
 
+    @property
+    def replaces_all(self) -> bool:
+        """Whether nothing of the base is kept: no tensor as it is, none in part."""
+        records = self.records.values()
+        whole = all(r.kind == "removed" or r.changed == r.elements for r in records)
+        return bool(records) and whole and self.changed_elements == self.total_elements
+
+    @property
+    def sparsity(self) -> float | None:
+        """Share of the result's elements that keep their bits; None where it is not known of how
+        many."""
+        if self.total_elements is None:
+            return None
+        if not self.total_elements:
+            return 0.0 if self.replaces_all else 1.0
+        return 1 - self.changed_elements / self.total_elements
+
 
 def says_delta(header: Header) -> bool:
     """Whether a file says that it is a delta, ours or TRL's, or holds nothing but a delta's parts;

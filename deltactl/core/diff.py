@@ -60,8 +60,11 @@ class DiffReport:
 
     @property
     def sparsity(self) -> float:
-        """Share of the result's elements that keep their bits; 1.0 where nothing changed."""
-        return 1 - self.changed_elements / self.total_elements if self.total_elements else 1.0
+        """Share of the result's elements that keep their bits; 1.0 where nothing changed, and 0.0
+        where the result has no elements and something did."""
+        if not self.total_elements:
+            return 1.0 if self.identical else 0.0
+        return 1 - self.changed_elements / self.total_elements
 
     @property
     def bytes_per_changed_element(self) -> float | None:

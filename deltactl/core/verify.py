@@ -31,6 +31,7 @@ from deltactl.core.parallel import Meter
 from deltactl.core.payload_check import data_faults, payload_faults
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import wanted_step
+from deltactl.core.replaced import replaces_all
 from deltactl.core.replay_check import replay_faults
 from deltactl.core.store import Bucket
 from deltactl.core.tensor_table import Table
@@ -45,7 +46,8 @@ Row = dict[str, Any]
 class VerifyReport:
     """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what
     nothing is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from
-    ``data`` on; ``requests``: to the bucket, its listing counted as one."""
+    ``data`` on; ``requests``: to the bucket, its listing counted as one; ``replaced``: names of the
+    links that keep nothing of the step before, which is no fault."""
 
     level: str
     links: int = 0
@@ -54,6 +56,7 @@ class VerifyReport:
     requests: int = 0
     errors: list[Row] = field(default_factory=list)
     unproven: list[Row] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -83,6 +86,7 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
     try:
         delta = open_delta(path)
         report.bytes_read = delta.header.header_bytes
+        report.replaced = [str(path)] if delta.header.replaces_all else []
         if delta.header.dialect != "deltactl":
             report.unproven.append(no_digests(str(path), delta.header.step).facts())
         if level == "data":
@@ -115,6 +119,7 @@ def verify_bucket(
     chain = read_chain(bucket)
     report = VerifyReport(level, links=len(chain.links) + len(chain.problems))
     report.steps = len(chain.steps)
+    report.replaced = [link.name for link in chain.links if replaces_all(chain, link)]
     report.bytes_read, report.requests = chain.bytes_read, chain.requests
     tables: dict[int, Table] = {}
     broken = _verify_links(chain, tables, report)

@@ -137,3 +137,20 @@ def test_a_trainers_directory(
     assert cli("pull", bucket, dest, "--force", *flags(flag)).code == 0
     assert (dest / "optimizer.pt").read_bytes() == b"moments"
     assert cli("diff", dest, checkpoints.steps[2], "--exit-code").code == 0
+
+
+@MODES
+def test_a_link_that_replaces_everything(flag: str, cli: Cli, bucket: Path, other: Path) -> None:
+    name = "anchors/step_000004/model.safetensors.index.json"
+    said = f"warning: {name} keeps nothing of the step before: another model may begin there"
+    assert said not in cli("verify", bucket).stderr
+    assert cli("push", other, bucket, "--allow-other-model").code == 0
+    ran = cli("log", bucket, *flags(flag))
+    if flag == "--json":
+        assert [link["replaces_all"] for link in ran.json["links"]] == [False] * 4 + [True]
+    if not flag:
+        assert [line.split()[-3] for line in ran.stdout.splitlines()[1:6]][-1] == "replaced"
+    ran = cli("verify", bucket, *flags(flag))
+    assert (ran.code, ran.stderr) == (0, f"{said}\n")
+    if flag == "--json":
+        assert ran.json["replaced"] == [name]

@@ -1,0 +1,126 @@
+"""Links that keep nothing of the step before are told of, and their sparsity is not 100 %."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deltactl.bucket.local import LocalBucket
+from deltactl.core.chain import Link, delta_name, read_chain
+from deltactl.core.checkpoint import open_checkpoint
+from deltactl.core.delta import open_delta
+from deltactl.core.diff import diff
+from deltactl.core.publish import push
+from deltactl.core.replaced import replaces_all
+from deltactl.core.verify import verify_bucket, verify_delta
+from tests.support.chains import Tensors, first_state, make_chain, next_state
+from tests.support.checkpoints import changed, random_tensor, write_safetensors
+from tests.support.trl_writer import write_chain
+
+NAMES = ("a", "b", "c")
+BEFORE: Tensors = {name: random_tensor("BF16", (8, 8), n) for n, name in enumerate(NAMES)}
+
+
+def inverted(data: bytes) -> bytes:
+    return bytes(255 - byte for byte in data)
+
+
+WAYS = {
+    "kept": lambda spec: spec,
+    "changed": lambda spec: changed(spec, 0.1, 3),
+    "inverted": lambda spec: (spec[0], spec[1], inverted(spec[2])),
+    "another dtype": lambda spec: ("F32", spec[1], spec[2] * 2),
+    "emptied": lambda spec: (spec[0], (0,), b""),
+    "removed": lambda spec: None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTACTL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def after(ways: tuple[str, ...], added: bool) -> Tensors:
+    found = {name: WAYS[way](BEFORE[name]) for name, way in zip(NAMES, ways, strict=True)}
+    found = {name: spec for name, spec in found.items() if spec is not None}
+    return found | ({"new": random_tensor("BF16", (4,), 9)} if added else {})
+
+
+def bypassed(directory: Path, result: Tensors) -> LocalBucket:
+    """A chain whose second link leads there, as a push before there was a gate put it."""
+    bucket = LocalBucket(directory / "bucket")
+    one = write_safetensors(directory / "one.safetensors", BEFORE)
+    two = write_safetensors(directory / "two.safetensors", result)
+    push(one, bucket)
+    with open_checkpoint(one) as a, open_checkpoint(two) as b:
+        diff(a, b, directory / "delta", step=2, base_step=1)
+    bucket.put(delta_name(2), directory / "delta")
+    return bucket
+
+
+@given(st.tuples(*[st.sampled_from(sorted(WAYS))] * 3), st.booleans())
+def test_a_delta_replaces_all_where_no_element_is_kept(
+    tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...], added: bool
+) -> None:
+    directory = tmp_path_factory.mktemp("pair")
+    bucket = bypassed(directory, after(ways, added))
+    chain = read_chain(bucket)
+    delta: Link = chain.deltas[2]
+    kept = any(way in ("kept", "changed") for way in ways)
+    assert replaces_all(chain, delta) == (not kept)
+    assert not replaces_all(chain, chain.anchors[1])
+    report = verify_bucket(bucket, level="rebuild")
+    assert report.ok
+    assert report.replaced == ([] if kept else [delta.name])
+    alone = verify_delta(directory / "delta")
+    assert alone.replaced == ([] if kept else [str(directory / "delta")])
+    assert delta.sparsity is not None
+    assert (delta.sparsity > 0) == kept
+    one, two = directory / "one.safetensors", directory / "two.safetensors"
+    with open_checkpoint(one) as a, open_checkpoint(two) as b:
+        assert diff(a, b, None).sparsity == delta.sparsity
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+def test_an_anchor_where_another_model_begins(tmp_path: Path, dtype: str) -> None:
+    bucket = LocalBucket(tmp_path / "bucket")
+    push(write_safetensors(tmp_path / "1.safetensors", BEFORE), bucket)
+    other = {name: random_tensor(dtype, (4, 4), n + 50) for n, name in enumerate(NAMES)}
+    path = write_safetensors(tmp_path / "2.safetensors", other)
+    push(path, bucket, allow_other_model=True)
+    chain = read_chain(bucket)
+    assert [link.name for link in chain.links if replaces_all(chain, link)] == (
+        verify_bucket(bucket).replaced
+    )
+    assert verify_bucket(bucket).replaced == ["anchors/step_000002.safetensors"]
+
+
+def test_nothing_is_said_of_a_chain_that_trains(tmp_path: Path) -> None:
+    states = [first_state()]
+    states += [next_state(first_state(), n) for n in range(1, 5)]
+    bucket = make_chain(tmp_path, [*states, states[-1]], anchor_every=2)
+    assert verify_bucket(bucket).replaced == []
+    assert {link.sparsity for link in read_chain(bucket).links if link.kind == "anchor"} == {None}
+
+
+@pytest.mark.parametrize("dialect", ["trl-1", "raw", "gap_delta"])
+def test_nothing_is_said_of_trls_anchors(tmp_path: Path, dialect: str) -> None:
+    """Which have no delta beside them, and no digests."""
+    states = [BEFORE]
+    for n in range(1, 7):
+        states.append({name: changed(spec, 0.1, n) for name, spec in states[-1].items()})
+    write_chain(tmp_path / "bucket", states, dialect, anchor_every=3)
+    assert verify_bucket(LocalBucket(tmp_path / "bucket")).replaced == []
+
+
+def test_a_delta_without_changes_keeps_all(tmp_path: Path) -> None:
+    path = tmp_path / "delta"
+    for tensors in ({}, BEFORE, {"empty": ("BF16", (0,), b"")}):
+        checkpoint = write_safetensors(tmp_path / "x.safetensors", tensors)  # type: ignore[arg-type]
+        with open_checkpoint(checkpoint) as opened:
+            diff(opened, opened, path)
+        header = open_delta(path).header
+        assert (header.replaces_all, header.sparsity) == (False, 1.0)
