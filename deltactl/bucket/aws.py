@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import botocore.session
-from botocore import exceptions
+from botocore import UNSIGNED, exceptions
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
 
 from deltactl.bucket.refusals import (
     CODE,
@@ -19,6 +21,7 @@ from deltactl.bucket.refusals import (
     Refusal,
     no_credentials,
     refused,
+    senseless,
     unreachable,
 )
 from deltactl.bucket.timeouts import Timeouts
@@ -49,10 +52,19 @@ class Keys:
         }
 
 
-def connect(place: Place, jobs: int, timeouts: Timeouts) -> tuple[BaseClient, Keys | None]:
-    """A client as the environment, AWS_PROFILE, ~/.aws/config and ~/.aws/credentials say, and its
-    keys; None where there are none. Raises UsageError for settings that cannot be, an endpoint
-    among them."""
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """``parts``: for parts of uploads, which are tried again; ``single``: for requests that are
+    tried once, and are not signed where there are no ``keys``."""
+
+    parts: BaseClient
+    single: BaseClient
+    keys: Keys | None
+
+
+def connect(place: Place, jobs: int, timeouts: Timeouts) -> Clients:
+    """Clients as the environment, AWS_PROFILE, ~/.aws/config and ~/.aws/credentials say. Raises
+    UsageError for settings that cannot be, an endpoint among them."""
     config = Config(
         connect_timeout=timeouts.connect,
         read_timeout=timeouts.read,
@@ -63,13 +75,26 @@ def connect(place: Place, jobs: int, timeouts: Timeouts) -> tuple[BaseClient, Ke
         session = botocore.session.Session()
         credentials = session.get_credentials()
         client = session.create_client("s3", config=config)
+        once = Config(
+            retries={"total_max_attempts": 1},
+            signature_version=UNSIGNED if credentials is None else None,
+        )
+        single = session.create_client("s3", config=config.merge(once))
     except exceptions.BotoCoreError as error:
         raise _meaning(error, place, None) from None
     except ValueError:  # botocore's word for an endpoint that it cannot parse
         raise _no_endpoint(place) from None
     if not _is_endpoint(client.meta.endpoint_url):
         raise _no_endpoint(place)
-    return client, None if credentials is None else Keys(credentials)
+    for one in (client, single):
+        one.meta.events.register("before-call.s3", _stay)
+    return Clients(client, single, None if credentials is None else Keys(credentials))
+
+
+def _stay(context: dict[str, Any], **_: Any) -> None:
+    """Have botocore follow no redirection: it asks for the bucket's region, and where that is
+    redirected too, again, for ever."""
+    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _is_endpoint(url: str) -> bool:
@@ -99,6 +124,8 @@ def translated(place: Place, name: str | None = None) -> Iterator[None]:
         raise refused(_refusal(error.response), place, name) from None
     except exceptions.BotoCoreError as error:
         raise _meaning(error, place, name) from None
+    except ResponseParserError:
+        raise senseless(place, name) from None
 
 
 def _meaning(error: exceptions.BotoCoreError, place: Place, name: str | None) -> Exception:

@@ -15,7 +15,7 @@ from huggingface_hub.errors import BucketBatchError
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
 from deltactl import __version__
-from deltactl.bucket.hub_calls import calls, check_online, endpoint, session
+from deltactl.bucket.hub_calls import calls, check_online, endpoint, listing, session
 from deltactl.core.asides import Outcome
 from deltactl.core.errors import Malformed, Transient, UsageError
 from deltactl.core.files import temporary_file
@@ -59,7 +59,7 @@ class HubBucket:
         return None
 
     def list(self) -> Iterator[Object]:
-        with calls(self._id, self.url):
+        with calls(self._id, self.url), listing():
             tree = self._api.list_bucket_tree(self._id, self._prefix or None, recursive=True)
             found = [
                 (item.path, item.size, item.uploaded_at or item.mtime)

@@ -51,6 +51,10 @@ _bucket: ContextVar[str | None] = ContextVar("bucket", default=None)
 """The bucket that this thread makes a call for, if it does."""
 
 
+_asked: ContextVar[set[str] | None] = ContextVar("asked", default=None)
+"""The addresses that this thread's listing has asked for, while it makes one."""
+
+
 def _not_ours(_: logging.LogRecord) -> bool:
     return _bucket.get() is None
 
@@ -93,6 +97,7 @@ def _bounded(plain_send: Callable[..., httpx2.Response]) -> Callable[..., httpx2
         bucket = _bucket.get()
         if bucket is None:
             return plain_send(request, **options)
+        _note(str(request.url))
         request.extensions["timeout"] = httpx2.Timeout(TIMEOUT).as_dict()
         try:
             response = plain_send(request, **options)
@@ -104,6 +109,27 @@ def _bounded(plain_send: Callable[..., httpx2.Response]) -> Callable[..., httpx2
         return response
 
     return send
+
+
+def _note(url: str) -> None:
+    """Raise Malformed for a page of a listing that was asked for before: the library would go on
+    for ever."""
+    asked = _asked.get()
+    if asked is None:
+        return
+    if url in asked:
+        raise Malformed("the Hub's listing comes to no end: it repeats itself", hint="try again")
+    asked.add(url)
+
+
+@contextlib.contextmanager
+def listing() -> Iterator[None]:
+    """A block that makes one listing, of pages that are all different."""
+    token = _asked.set(set())
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from obstore import GetOptions, GetResult
     from obstore.store import ObjectStore
 
+    from deltactl.bucket.listing import Listing
+
 PART_BYTES = 1 << 23
 SINGLE_BYTES = 1 << 24
 """The largest file that is sent in one request, and so held in memory."""
@@ -55,12 +57,13 @@ class ObjectBucket:
         self,
         place: Place,
         store: ObjectStore,
+        listing: Listing,
         large: Creation,
         pool: Executor,
         jobs: int,
         throttle: Throttle | None = None,
     ) -> None:
-        self._place, self._store, self._large = place, store, large
+        self._place, self._store, self._listing, self._large = place, store, listing, large
         self._pool, self._jobs, self._throttle = pool, jobs, throttle
         self._lost: dict[tuple[str, Path], set[str]] = {}
         self._lock = threading.Lock()
@@ -82,12 +85,9 @@ class ObjectBucket:
         return PART_BYTES
 
     def list(self) -> Iterator[Object]:
-        with translated(self._place):
-            for page in self._store.list(chunk_size=1000):
-                for found in page:
-                    if found["path"] and not found["path"].startswith(STAGED):
-                        modified = found["last_modified"].timestamp()
-                        yield Object(found["path"], found["size"], modified)
+        for found in self._listing():
+            if not found.name.startswith(STAGED):
+                yield found
 
     def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
         check_name(name)

@@ -16,8 +16,9 @@ from deltactl.core.asides import Outcome
 from deltactl.core.store import Unfinished
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
     from obstore.store import ObjectStore
+
+    from deltactl.bucket.listing import Listing
 
 PREFIX = ".upload-"
 """What the names of unfinished uploads begin with; whoever lists a bucket leaves them out."""
@@ -34,8 +35,8 @@ class Staged:
     it after a week.
     """
 
-    def __init__(self, store: ObjectStore, place: Place, jobs: int) -> None:
-        self._store, self._place, self._jobs = store, place, jobs
+    def __init__(self, store: ObjectStore, place: Place, listing: Listing, jobs: int) -> None:
+        self._store, self._place, self._listing, self._jobs = store, place, listing, jobs
 
     def create(self, name: str, source: Source, token: str) -> bool:
         aside = f"{PREFIX}{token}/{name}"
@@ -58,17 +59,11 @@ class Staged:
         return True
 
     def unfinished(self) -> Iterator[Unfinished]:
-        with translated(self._place):
-            for page in self._store.list(chunk_size=1000):
-                for found in page:
-                    if found["path"].startswith(PREFIX):
-                        yield self._item(found)
-
-    def _item(self, found: ObjectMeta) -> Unfinished:
-        _, _, name = found["path"].partition("/")
-        touched = found["last_modified"].timestamp()
-        where = self._place.of(found["path"])
-        return Unfinished("upload", name or None, where, found["size"], touched, found["path"])
+        for found in self._listing():
+            if found.name.startswith(PREFIX):
+                _, _, name = found.name.partition("/")
+                where, touched = self._place.of(found.name), found.modified or 0.0
+                yield Unfinished("upload", name or None, where, found.size, touched, found.name)
 
     def discard(self, item: Unfinished, before: float) -> Outcome:
         with translated(self._place, item.key), contextlib.suppress(FileNotFoundError):

@@ -96,23 +96,25 @@ def _s3(
     from obstore.store import S3Store
 
     from deltactl.bucket.aws import connect
+    from deltactl.bucket.listing import S3Listing
     from deltactl.bucket.multipart import Multipart
 
-    client, keys = connect(place, jobs, timeouts)
-    endpoint = client.meta.endpoint_url
+    clients = connect(place, jobs, timeouts)
+    endpoint = clients.parts.meta.endpoint_url
     store = S3Store(
         place.bucket,
         prefix=place.prefix or None,
-        region=_region(client.meta.region_name),
+        region=_region(clients.parts.meta.region_name),
         aws_endpoint_url_s3=endpoint,
-        skip_signature=keys is None,
+        skip_signature=clients.keys is None,
         checksum_algorithm="sha256",  # computed for the signature anyway; some check only this
         disable_bulk_delete=True,
-        credential_provider=keys,
+        credential_provider=clients.keys,
         client_options=_client_options(endpoint, timeouts),
         retry_config=_NO_RETRIES,
     )
-    return ObjectBucket(place, store, Multipart(client, place, pool), pool, jobs, throttle)
+    large, listing = Multipart(clients.parts, place, pool), S3Listing(clients.single, place)
+    return ObjectBucket(place, store, listing, large, pool, jobs, throttle)
 
 
 def _region(name: str | None) -> str:
@@ -126,10 +128,15 @@ def _staged(
     throttle: Throttle | None,
     timeouts: Timeouts,
 ) -> ObjectBucket:
+    from deltactl.bucket.listing import ObstoreListing
     from deltactl.bucket.staged import Staged
 
-    store = (_google if place.scheme == "gs" else _azure)(place, timeouts)
-    return ObjectBucket(place, store, Staged(store, place, jobs), pool, jobs, throttle)
+    google = place.scheme == "gs"
+    store = (_google if google else _azure)(place, timeouts)
+    seconds = timeouts.whole
+    listing = ObstoreListing(store, place, pool, ordered=google, seconds=seconds)
+    large = Staged(store, place, listing, jobs)
+    return ObjectBucket(place, store, listing, large, pool, jobs, throttle)
 
 
 def _google(place: Place, timeouts: Timeouts) -> GCSStore:

@@ -514,6 +514,21 @@ def test_a_listing_that_makes_no_sense(
 
 
 @pytest.mark.parametrize(
+    "rows", [b"[]", b'[{"type": "file", "path": "other/a", "size": 7, "xetHash": ""}]']
+)
+def test_a_listing_that_goes_in_circles(
+    hub: HubStandIn, full: HubBucket, source: Path, target: Path, rows: bytes
+) -> None:
+    """Its page says that it is the next one itself."""
+    link = f'<{hub.url}/api/buckets/{full._id}/tree?again=1>; rel="next"'
+    hub.fail("tree", status=200, body=rows, headers={"Link": link})
+    hub.forget_counts()
+    error = fails(full, "list", source, target, Malformed)
+    assert "no end" in str(error)
+    assert hub.calls("tree") <= 3
+
+
+@pytest.mark.parametrize(
     ("operation", "route"), [("put", "paths-info"), ("put", "batch"), ("delete", "batch")]
 )
 @pytest.mark.parametrize("instead", [b"", b"{", b"null", b"[7]"])

@@ -377,6 +377,18 @@ def test_a_large_put_that_fails_leaves_nothing(
     assert unfinished(s3_server, direct) == []
 
 
+@pytest.mark.parametrize("code", [301, 307])
+def test_a_large_put_to_a_bucket_in_another_region(
+    proxy: FaultProxy, url: str, large: Path, code: int
+) -> None:
+    """botocore would ask for the region, and be redirected, for ever."""
+    proxy.inject(status(code), method="POST")
+    proxy.inject(status(code), method="HEAD", path="?")
+    with pytest.raises(UsageError, match="another region") as caught:
+        open_objects(url).put("object", large)
+    checked(caught)
+
+
 def test_a_large_put_of_a_name_that_is_taken_meanwhile(
     s3_server: S3Server, direct: ObjectBucket, proxy: FaultProxy, url: str, large: Path
 ) -> None:
