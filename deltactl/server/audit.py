@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 from typing import Any
 
 from deltactl.core.chain import Chain, read_chain
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
 from deltactl.core.store import Bucket
-from deltactl.server.drive import PATIENCE, hangs
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
 from deltactl.server.model import specs_at
 from deltactl.server.preflight import (
+    check_awake,
     check_dtype,
     check_plugin,
     check_routes,
@@ -23,8 +22,7 @@ from deltactl.server.preflight import (
 )
 from deltactl.server.routes import Server
 from deltactl.server.state import Audit, Engine
-
-_FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
+from deltactl.server.summing import Patience, summed
 
 
 @dataclass(slots=True)
@@ -134,21 +132,25 @@ def _audit(
     report.notes += draft_notes(engine)
     check_dtype(engine, specs_at(chain, chain.tip if step is None else step), server.url)
     states = {state: at for at in chain.steps if (state := chain.state_at(at)) is not None}
-    wait = _Patience(server, stop)
+    check_awake(engine, server.url)
+    wait = Patience(server, stop)
     if engine.identity != "known" or engine.step is None:
         engine = server.engine("deltactl_identify", bucket_states=states)
-        engine = wait.until(engine, lambda e: e.identity != "running")
+        while engine.identity == "running":
+            wait.a_while()
+            engine = server.engine("deltactl_state")
     if engine.mapped is None and engine.identity == "known":
         engine = server.engine("deltactl_map")
+    if engine.doubt is not None:  # somebody may have loaded them since
+        engine = summed(server, stop)
+        _note(report, engine)
     report.step, report.state = engine.step, engine.state
     _check_state(server, chain, step, engine, states)
-    engine = server.engine("deltactl_audit")
-    while (audit := engine.audit) is not None and audit.phase == "running":
-        wait.a_while()
-        engine = server.engine("deltactl_audit_seal")
-    if audit is None or audit.phase != "done":
+    engine = summed(server, stop)
+    if engine.audit is None:
         raise engine.error or DeltactlError("the server could not look at its weights")
-    _judge(server, chain, engine, audit, report)
+    _note(report, engine)
+    _judge(server, chain, engine.audit, report)
 
 
 def _check_state(
@@ -159,6 +161,11 @@ def _check_state(
         raise engine.poisoned
     if engine.identity == "failed" and engine.error is not None:
         raise engine.error
+    if engine.doubt is not None:
+        wanted = chain.tip if step is None else step
+        engine.doubt.file, engine.doubt.step = server.url, step
+        engine.doubt.hint = f"deltactl apply {chain.url}@{wanted} --server {server.url}"
+        raise engine.doubt
     expected = "a state of the chain" if step is None else f"state {chain.state_at(step)}"
     known = engine.state in states if step is None else engine.state == chain.state_at(step)
     if not known:
@@ -178,11 +185,17 @@ def _check_state(
         )
 
 
-def _judge(server: Server, chain: Chain, engine: Engine, audit: Audit, report: Audited) -> None:
-    report.checked, report.differing = audit.checked, audit.differing
-    # A model whose output layer is tied keeps nothing of one that the checkpoint has all the same.
-    left = [name for name in audit.unaudited if name not in engine.ignored]
-    report.unaudited = {name: engine.unmapped.get(name) for name in left}
+def _note(report: Audited, engine: Engine) -> None:
+    audit = engine.audit
+    if audit is not None:
+        report.checked, report.differing = audit.checked, audit.differing
+        # A model whose output layer is tied keeps nothing of one that the checkpoint has all the
+        # same.
+        left = [name for name in audit.unaudited if name not in engine.ignored]
+        report.unaudited = {name: engine.unmapped.get(name) for name in left}
+
+
+def _judge(server: Server, chain: Chain, audit: Audit, report: Audited) -> None:
     if audit.differing:
         raise Malformed(
             "the live weights are not those of the step",
@@ -194,25 +207,3 @@ def _judge(server: Server, chain: Chain, engine: Engine, audit: Audit, report: A
         )
     if not audit.checked:
         raise Unproven("no tensor could be looked at", file=server.url, step=report.step)
-
-
-class _Patience:
-    """Waits between two looks, for no longer than an answer may take."""
-
-    def __init__(self, server: Server, stop: threading.Event) -> None:
-        self._server, self._stop, self._pause = server, stop, _FIRST_POLL
-        self._until = monotonic() + PATIENCE * server.timeout
-
-    def a_while(self) -> None:
-        """Raises Transient once it has been too long, DeltactlError where it was interrupted."""
-        if self._stop.wait(self._pause):
-            raise DeltactlError("interrupted", file=self._server.url)
-        self._pause = min(self._pause * 1.5, _LONGEST_POLL)
-        if monotonic() > self._until:
-            raise hangs(self._server)
-
-    def until(self, engine: Engine, done: Callable[[Engine], bool]) -> Engine:
-        while not done(engine):
-            self.a_while()
-            engine = self._server.engine("deltactl_state")
-        return engine

@@ -147,6 +147,12 @@ def _weights(engine: Engine) -> Iterator[Finding]:
     elif engine.identity == "failed":
         what = f"the server cannot tell which weights it started with: {engine.error}"
         yield Finding("error", "weights", what)
+    elif "weights" in engine.asleep:
+        what = "the server sleeps: it takes no step before its weights are woken"
+        yield Finding("warn", "weights", what, "POST /wake_up?tags=weights, apply, tags=kv_cache")
+    elif engine.doubt is not None:
+        what = f"nobody knows the weights: {engine.doubt}"
+        yield Finding("warn", "weights", what, "deltactl apply BUCKET@STEP --server URL")
     elif engine.state is None:
         yield Finding("ok", "weights", "not identified yet; the first apply does that")
     else:

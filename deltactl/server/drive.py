@@ -16,16 +16,14 @@ from deltactl.server.preflight import check_layers
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
 from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, Update
-from deltactl.server.update import HELD, Do, Job, decide
+from deltactl.server.summing import PATIENCE, hangs, summed
+from deltactl.server.update import HELD, Do, Job, decide, look_closer
 from deltactl.server.wire import Refused
 
 _TRIES = 2  # of anything that fails
 _STAGINGS = 3  # an update, once more where the server has lost it, a repair
 _MOST = 20  # times that anything but a poll is done on one way: more is a circle
 _FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
-
-PATIENCE = 10
-"""Times the timeout, for work in a server that shows no progress: hashing a model, fetching one."""
 
 _TO_REST = frozenset({Do.FINISH, Do.CLEAR, Do.RESUME, Do.ACKNOWLEDGE, Do.LABEL})
 """Where these fail there is nothing left to fall back on."""
@@ -41,6 +39,7 @@ class Drive:
         self._acts: dict[Do, Callable[[Seen], Seen]] = {
             Do.IDENTIFY: self._identify,
             Do.MAP: self._map,
+            Do.SUM: self._sum,
             Do.STAGE: self._stage,
             Do.WAIT: self._poll,
             Do.SEAL: self._seal,
@@ -88,21 +87,20 @@ class Drive:
     def plan(self) -> None:
         """Say in the report what ``run`` would do; nothing that is served changes.
 
-        A server that does not know yet which step it serves finds out.
+        The server finds out which step it serves.
         """
         seen, job = self._note(self.server.look()), self.job
-        while seen.engine.identity in ("unknown", "running") and job.going and seen.engine.sound:
-            act = self._identify if seen.engine.identity == "unknown" else self._poll
-            seen = self._note(act(seen))
+        while job.going and (do := look_closer(seen, job)) is not None:
+            seen = self._note(self._acts[do](seen))
         left = seen.update
         if left is not None:
             self.report.notes.append(f"an update to step {left.to_step} is under way or was left")
         if job.error is not None:
             self.report.error = job.error
         elif not job.there(seen):
+            self._note_stranger(seen)
             whole = job.options.repair or not seen.engine.sound
             way = job.goal.way(seen.engine.step, seen.engine.state, full=whole)
-            self._note_stranger(seen)
             check_layers(seen.engine, job.goal, way, self.server.url)
             self.report.how = "full" if way.full else "deltas"
             self.report.deltas, self.report.bytes_fetched = way.deltas, way.nbytes
@@ -182,9 +180,13 @@ class Drive:
 
     def _note_stranger(self, seen: Seen) -> None:
         """Weights of another chain are replaced as any others; but somebody may have erred."""
-        state, note = seen.engine.state, "held weights that are no step of this chain"
-        if state is not None and state not in self.job.goal.states():
-            self.report.notes += [] if note in self.report.notes else [note]
+        state, doubt, note = seen.engine.state, seen.engine.doubt, None
+        if doubt is not None:
+            note = f"held weights that nobody knew: {doubt}"
+        elif state is not None and state not in self.job.goal.states():
+            note = "held weights that are no step of this chain"
+        if note is not None and note not in self.report.notes:
+            self.report.notes.append(note)
 
     def _is_another_s(self, seen: Seen) -> bool:
         """Whether the server is in the hands of another client, which is let alone."""
@@ -251,15 +253,21 @@ class Drive:
         seen = self._told(seen, "deltactl_map")
         if seen.engine.mapped is None:
             raise seen.engine.error or DeltactlError("the server records no map of its weights")
+        self.job.summed = True
+        return seen
+
+    def _sum(self, seen: Seen) -> Seen:
+        seen = replace(seen, engine=summed(self.server, self.job.stop), certain=False)
+        self.job.summed = seen.engine.mapped is not None
         return seen
 
     def _stage(self, seen: Seen) -> Seen:
         job, engine = self.job, seen.engine
         if self._done[Do.STAGE] > _STAGINGS:
             raise DeltactlError("the server does not keep what it stages", file=self.server.url)
+        self._note_stranger(seen)
         whole = job.options.repair or not engine.sound
         self._way = job.goal.way(engine.step, engine.state, full=whole)
-        self._note_stranger(seen)
         check_layers(engine, job.goal, self._way, self.server.url)
         job.dead.add(job.id)
         job.id = secrets.token_hex(8) + (HELD if seen.paused and job.held else "")
@@ -343,13 +351,6 @@ def unknown_weights(
         found=None if found is None else str(found),
         hint=remedy,
     )
-
-
-def hangs(server: Server) -> Transient:
-    """The error for work in a server that has shown no progress for too long."""
-    found = f"no progress in {PATIENCE * server.timeout:g} seconds"
-    hint = "give it longer with --timeout"
-    return Transient("the server's work hangs", file=server.url, found=found, hint=hint)
 
 
 def _sign(seen: Seen) -> object:

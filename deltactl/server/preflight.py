@@ -128,6 +128,19 @@ def no_plugin(url: str, found: str) -> DeltactlError:
     )
 
 
+def check_awake(engine: Engine, url: str) -> None:
+    """Raise Transient for a server whose weights sleep. Its KV cache may, and is woken last, so
+    that there is room to load."""
+    if "weights" in engine.asleep:
+        raise Transient(
+            "the server sleeps: its weights are not in memory",
+            file=url,
+            found=f"asleep: {', '.join(sorted(engine.asleep))}",
+            hint=f"curl -X POST '{url}/wake_up?tags=weights', then again, and only then "
+            "tags=kv_cache",
+        )
+
+
 def check_dtype(engine: Engine, specs: Specs, url: str) -> None:
     """Raise Conflict where the server keeps its weights in another floating type than most of a
     checkpoint's."""
@@ -184,6 +197,7 @@ def ready_for(server: Server, goal: Goal) -> Engine:
     check_version(server)
     check_routes(server)
     engine = check_plugin(server)
+    check_awake(engine, server.url)
     check_dtype(engine, goal.specs(), server.url)
     check_tensors(server, engine, goal)
     return engine

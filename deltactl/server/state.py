@@ -10,7 +10,7 @@ from deltactl.core import errors
 from deltactl.core.errors import DeltactlError, Malformed, Unsupported
 from deltactl.server.model import Spec
 
-PROTOCOL = 1
+PROTOCOL = 2
 WRITTEN = "committed"
 UNWRITTEN = frozenset({"refused", "failed", "rolled_back"})
 """Phases in which an update has come to its end: its bits are live, or nothing of it is."""
@@ -59,7 +59,9 @@ class Engine:
     names; where ``poisoned`` is set, or the ranks hold different things, nobody knows them.
     ``unmapped``, ``refused``: tensors that only vLLM's own loader can load, and of those the ones
     that it should not, each with the reason. ``server``: one word for each engine that was ever
-    made. ``draft``: of a second model, which guesses tokens, as vLLM's ``speculative_config``."""
+    made. ``draft``: of a second model, which guesses tokens, as vLLM's ``speculative_config``.
+    ``doubt``: why the weights are no state that the server knows; then it was not deltactl who
+    wrote them. ``asleep``: what of "weights" and "kv_cache" vLLM has given back."""
 
     world_size: int
     dtype: str
@@ -80,6 +82,8 @@ class Engine:
     audit: Audit | None
     server: str | None = None
     draft: Mapping[str, Any] | None = None
+    doubt: DeltactlError | None = None
+    asleep: frozenset[str] = frozenset()
 
     @property
     def sound(self) -> bool:
@@ -147,6 +151,8 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
         audit=_audit(ranks),
         server=first.get("server") if isinstance(first.get("server"), str) else None,
         draft=found if isinstance(found := first.get("draft"), dict) else None,
+        doubt=next((error for rank in ranks if (error := error_of(rank.get("doubt")))), None),
+        asleep=frozenset(str(tag) for rank in ranks for tag in _list(rank, "asleep")),
     )
 
 

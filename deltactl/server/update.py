@@ -26,6 +26,7 @@ class Do(enum.Enum):
 
     IDENTIFY = "find out which step it serves"
     MAP = "record where the weights lie"
+    SUM = "add up the live weights"
     STAGE = "stage the update"
     WAIT = "wait for the server's work"
     SEAL = "compare the staged update with what is live"
@@ -68,8 +69,8 @@ class Job:
     ``id``: of its update. ``dead``: of updates whose client is gone. ``held``: the pause is
     somebody else's and stays. ``asked``: a pause was asked for; ``still``: and answered, so that
     nothing runs any more. ``cleared``: the caches, since the weights were written. ``named``: the
-    server was told which step its state is. ``repaired``: all tensors were written. ``error``: why
-    it has given up.
+    server was told which step its state is. ``summed``: its live weights were, so that its word for
+    them holds. ``repaired``: all tensors were written. ``error``: why it has given up.
     """
 
     goal: Goal
@@ -82,6 +83,7 @@ class Job:
     still: bool = False
     cleared: bool = False
     named: bool = False
+    summed: bool = False
     repaired: bool = False
     error: DeltactlError | None = None
 
@@ -93,6 +95,17 @@ class Job:
         """Whether the server serves the goal, or will once it is resumed."""
         same = seen.engine.sound and seen.engine.state == self.goal.state
         return same and (self.repaired or not self.options.repair)
+
+
+def look_closer(seen: Seen, job: Job) -> Do | None:
+    """What is left to be found out of the weights that are live: anybody may have changed them, so
+    that a server's word for them holds only once they were summed."""
+    engine = seen.engine
+    if engine.identity != "known":
+        return Do.WAIT if engine.identity == "running" else Do.IDENTIFY
+    if engine.mapped is None:
+        return Do.MAP
+    return Do.SUM if engine.sound and not job.summed else None
 
 
 def decide(seen: Seen, job: Job) -> Do:
@@ -118,12 +131,11 @@ def decide(seen: Seen, job: Job) -> Do:
     if update is not None and (engine.sound or job.going):
         return Do.ACKNOWLEDGE
     # It is at rest.
+    closer = look_closer(seen, job) if job.going else None
+    if closer is not None:
+        return closer
     if job.there(seen) and engine.step != job.goal.step and not job.named:
         return Do.IDENTIFY
     if job.there(seen):
         return Do.END if seen.label == str(job.goal.step) else Do.LABEL
-    if not job.going:
-        return Do.END
-    if engine.identity != "known":
-        return Do.WAIT if engine.identity == "running" else Do.IDENTIFY
-    return Do.MAP if engine.mapped is None else Do.STAGE
+    return Do.STAGE if job.going else Do.END

@@ -6,7 +6,6 @@ by itself. ``--worker-extension-cls deltactl.vllm.WorkerExtension`` names what i
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,9 +15,6 @@ __all__ = ["BACKEND", "WorkerExtension", "register"]
 
 BACKEND = "deltactl"
 """The name in ``--weight-transfer-config '{"backend":"deltactl"}'``."""
-
-IMPORTED = time.time_ns()
-"""When this process came to life, long before a model was loaded; see ``ModelWork``."""
 
 
 def register() -> None:

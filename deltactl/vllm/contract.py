@@ -19,8 +19,8 @@ which rise for as long as it gets on."""
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model directory holds: ``state`` is its digest, ``sums`` the touch sum over all
-    elements of each tensor, by name."""
+    """What a checkpoint holds: ``state`` is its digest, ``sums`` the touch sum over all elements of
+    each tensor, by name."""
 
     state: str
     sums: Mapping[str, int]
@@ -95,9 +95,13 @@ class Staged(Protocol):
 class Work(Protocol):
     """What can be done to the model of this rank. Errors are raised as DeltactlError.
 
-    ``record`` and what follows ``agree`` and ``prove`` run on the worker's main thread, which owns
-    the model; ``identify``, ``sums`` and ``stage`` in a thread, and only read.
+    ``identify``, ``sums`` and ``stage`` may run in a thread, and only read; all else runs on the
+    worker's main thread, which owns the model.
     """
+
+    def stands(self) -> bool:
+        """Whether a map is recorded, and every parameter still lies where it was then."""
+        ...
 
     def record(self) -> Any:
         """Record where checkpoint tensors lie; what of it the other ranks have to know."""
@@ -108,7 +112,7 @@ class Work(Protocol):
         ...
 
     def identify(self) -> Identity:
-        """Hash the directory that the model was loaded from, and see that it is still that one."""
+        """What the directory holds that the model was loaded from, as far as anybody knows."""
         ...
 
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]]:
@@ -116,12 +120,22 @@ class Work(Protocol):
         ...
 
     def sums(self, names: list[str]) -> Values:
-        """Touch sum over this rank's part of each of these tensors, (len(names),); 0 for those of
-        which it has none."""
+        """Touch sum over this rank's part of each of these tensors, 0 for those of which it has
+        none, and last that over all that no mapped tensor reaches, (len(names) + 1,)."""
         ...
 
     def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
-        """Take out of the map what does not hold what it should. ``found``: sums over all ranks."""
+        """Note of which tensors the map is shown to be right: they hold what a checkpoint does.
+        ``found``: sums over all ranks."""
+        ...
+
+    def distrust(self) -> None:
+        """Have the next full update load every tensor through the model's loader."""
+        ...
+
+    def leave_unproven(self) -> None:
+        """After that, take out of the map what ``prove`` has not noted: it changes on loading.
+        Raises Unsupported where a layer of that kind should not be loaded so."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deltactl.core.errors import DeltactlError, NotFound, Unsupported
-from deltactl.vllm import IMPORTED
 from deltactl.vllm.canary import Canary, ask
 from deltactl.vllm.peers import Alone, Group, Peers
 from deltactl.vllm.serving import Serving
@@ -60,9 +59,11 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
         super().__init__(config, vllm_config, device, model)
         refusal = _refusal(vllm_config)
         peers = _peers() if refusal is None else Alone()  # the others would not be called
-        work = ModelWork(model, lambda: _directory(vllm_config), peers.size, IMPORTED, self._reload)
+        work = ModelWork(model, lambda: _directory(vllm_config), peers.size, self._reload)
         self.serving = Serving(work, peers, refusal, Canary(lambda: ask(self.runner), peers))
         self.runner: Any = None  # vLLM's, of this rank; the worker extension has it
+        if refusal is None:
+            work.look()
 
     def _reload(self, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
         from deltactl.vllm.reload import reload_tensors
@@ -124,12 +125,18 @@ def _peers() -> Peers:
 
 
 def _refusal(vllm_config: Any) -> DeltactlError | None:
-    size = vllm_config.parallel_config.data_parallel_size
-    if size == 1:
-        return None
-    return Unsupported(
-        "a server with data parallelism takes no updates",
-        expected="--data-parallel-size 1",
-        found=size,
-        hint="run each replica as a server of its own, and give each as --server",
-    )
+    parallel = vllm_config.parallel_config
+    if parallel.data_parallel_size > 1:
+        return Unsupported(
+            "a server with data parallelism takes no updates",
+            expected="--data-parallel-size 1",
+            found=parallel.data_parallel_size,
+            hint="run each replica as a server of its own, and give each as --server",
+        )
+    if getattr(parallel, "enable_eplb", False):
+        return Unsupported(
+            "a server that moves its experts about takes no updates",
+            found="--enable-eplb",
+            hint="start vLLM without it",
+        )
+    return None

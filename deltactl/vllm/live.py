@@ -8,7 +8,7 @@ without a kernel, operations of torch that exist on every device. Both give the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,7 @@ from deltactl.core import native
 from deltactl.core.errors import DeltactlError
 from deltactl.vllm import cores
 from deltactl.vllm.regions import Positions, Region, pieces
-from deltactl.vllm.weight_map import Storage, WeightMap
+from deltactl.vllm.weight_map import Storage
 
 Bits = npt.NDArray[Any]
 Rows = npt.NDArray[np.int64]
@@ -237,40 +237,6 @@ def region_sum(storage: Storage, region: Region) -> int:
 def _kernel_sum(live: Bits, part: Region) -> int:
     axes = np.array([part.shape, part.strides, part.source_strides], np.int64)
     return _kernel().rectangle(live[part.offset :], axes, part.source_offset)
-
-
-def owned_sums(weight_map: WeightMap, names: Iterable[str] | None = None) -> dict[str, int]:
-    """For each mapped tensor the touch sum, modulo 2^64, of all elements that this rank owns. Over
-    all ranks they add up to the sum over the whole tensor."""
-    found = {}
-    for name in weight_map.tensors if names is None else names:
-        mapped = weight_map.tensors[name]
-        found[name] = sum(
-            region_sum(weight_map.storages[region.storage], region)
-            for region, owned in zip(mapped.regions, mapped.owned, strict=True)
-            if owned
-        ) % (1 << 64)
-    return found
-
-
-def keep_proven(
-    weight_map: WeightMap, found: Mapping[str, int], expected: Mapping[str, int]
-) -> dict[str, str]:
-    """Take out of the map every tensor whose live bits are not those of the checkpoint that the
-    model stands on. Returns which, and why.
-
-    ``found``: ``owned_sums``, added up over ranks. ``expected``: touch sums over all elements of
-    the checkpoint's tensors.
-    """
-    taken = {}
-    for name in list(weight_map.tensors):
-        if name not in expected or name not in found:
-            taken[name] = "nothing is known of what it should hold"
-        elif found[name] != expected[name]:
-            taken[name] = "live bits are not the checkpoint's: its layer changes it after loading"
-    for name, why in taken.items():
-        weight_map.unmap(name, why)
-    return taken
 
 
 _MIX_INDEX, _MIX_1, _MIX_2 = (

@@ -1,13 +1,16 @@
 """Which rank answers for which part of a tensor, so that sums over ranks add up to the tensor's.
 
 Ranks hold slices of some tensors and whole copies of others. Of equal parts the lowest rank owns
-the first. Sums over owned parts of all ranks then count each element of the checkpoint once. Where
+the first, and knows how many there are. Sums over owned parts of all ranks then count each element
+of the checkpoint once; where the owner's count for all copies and the copies are taken off again,
+they do so only if all copies are equal. Where
 parts overlap without being equal, or leave elements out, nothing can be said, and the tensor is
 unmapped on every rank.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -34,10 +37,11 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """What all ranks agree on. ``owned``: for each rank, name -> whether it owns each region.
+    """What all ranks agree on. ``owned``: for each rank, name -> of each region that it owns how
+    many equal ones there are, itself among them, and 0 for one that it does not own.
     ``unmapped``: name -> why. ``ignored``: by every rank."""
 
-    owned: tuple[Mapping[str, tuple[bool, ...]], ...]
+    owned: tuple[Mapping[str, tuple[int, ...]], ...]
     ignored: tuple[str, ...]
     unmapped: Mapping[str, str]
 
@@ -45,7 +49,7 @@ class Ownership:
 def owners(ranks: Sequence[Summary]) -> Ownership:
     """Settle who owns what; ``ranks`` in order of rank. The same answer on every rank."""
     unmapped: dict[str, str] = {}
-    owned: tuple[dict[str, tuple[bool, ...]], ...] = tuple({} for _ in ranks)
+    owned: tuple[dict[str, tuple[int, ...]], ...] = tuple({} for _ in ranks)
     for at, rank in enumerate(ranks):
         for name, why in rank.unmapped.items():
             unmapped.setdefault(name, why if len(ranks) == 1 else f"{why} (rank {at})")
@@ -67,16 +71,17 @@ def owners(ranks: Sequence[Summary]) -> Ownership:
 
 def _settle(
     holders: Mapping[int, tuple[tuple[int, ...], tuple[Part, ...]]],
-) -> tuple[dict[int, tuple[bool, ...]], str | None]:
+) -> tuple[dict[int, tuple[int, ...]], str | None]:
     (shape, *others) = {shape for shape, _ in holders.values()}
     if others:
         return {}, "ranks were given other shapes of it"
+    copies = Counter(part for _, parts in holders.values() for part in parts)
     seen: set[Part] = set()
-    flags: dict[int, tuple[bool, ...]] = {}
+    flags: dict[int, tuple[int, ...]] = {}
     for rank, (_, parts) in sorted(holders.items()):
         mine = []
         for part in parts:
-            mine.append(part not in seen)
+            mine.append(0 if part in seen else copies[part])
             seen.add(part)
         flags[rank] = tuple(mine)
     boxes = [box(part, shape) for part in seen]

@@ -131,15 +131,15 @@ class Located:
 class MappedTensor:
     """A checkpoint tensor and the copies that its loader makes of it on this rank.
 
-    ``owned``: for each region whether this rank adds it to sums over ranks; see ``ownership``.
+    ``owned``: for each region how often this rank adds it to sums over ranks; see ``ownership``.
     """
 
     spec: TensorSpec
     regions: tuple[Region, ...]
-    owned: tuple[bool, ...] = field(default=())
+    owned: tuple[int, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        self.owned = self.owned or (True,) * len(self.regions)
+        self.owned = self.owned or (1,) * len(self.regions)
 
     @property
     def count(self) -> int:

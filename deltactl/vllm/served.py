@@ -1,9 +1,14 @@
 """What one rank serves: the state of its weights, where they lie, and whether they are still that.
 
-The model directory says which state was loaded; it is hashed, and the live weights are summed, in a
-thread. The weight map is recorded without being believed: once the ranks' sums are added, what does
-not hold what the directory says is taken out of it. An audit sums the live weights again, against
-the directory's sums as the links since have changed them.
+Nothing is believed of live weights: they are summed, in a thread, and are the state whose sums they
+have. The states that are looked for are the one that was written last and that of the directory
+that the model was loaded from. Where they are neither, nobody knows them: ``state`` is None and
+``doubt`` says why, and a full update alone helps. So it is where weights were never loaded
+(``--load-format dummy``), were loaded anew or reset by somebody else, or were lost in a sleep.
+
+The weight map is recorded without being believed, too. A tensor lies as it says once it was found
+to hold what a checkpoint does. While the weights are unknown the others may just hold something
+else; after one full load by the model's own loader they do not, and are taken out of the map.
 """
 
 from __future__ import annotations
@@ -12,16 +17,33 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import deltactl
-from deltactl.core.errors import Conflict, DeltactlError, UsageError
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unproven, UsageError
 from deltactl.vllm.contract import Values, Work
 from deltactl.vllm.peers import Peers
+from deltactl.vllm.sleeping import WEIGHTS
 from deltactl.vllm.update import facts, gist, phases, wrapped
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Rises when the methods or the keys of ``state()`` change so that a client has to know."""
+
+ANEW = "deltactl apply BUCKET@STEP --server URL"
+"""What mends a server whose weights nobody knows."""
+
+
+@dataclass(slots=True)
+class Known:
+    """A state that may be live. ``sums``: of each tensor; ``rest``: of all that no mapped tensor
+    reaches, None where it was never seen. ``bucket``: where it came from."""
+
+    state: str
+    sums: dict[str, int]
+    step: int | None = None
+    bucket: str | None = None
+    rest: int | None = None
 
 
 class Served:
@@ -34,20 +56,23 @@ class Served:
         self._error = refusal  # of the last call, or of the work that it began
         self._lock = threading.Lock()  # a thread's result against the main thread's changes
         self._identity = "unknown"
-        self._step: int | None = None
-        self._state: str | None = None
-        self._bucket: str | None = None
+        self._known: list[Known] = []  # that may be live; the one that should be is the first
+        self._first: Known | None = None  # the directory's
+        self._live = False  # whether the first that may be live is what was found to be live
+        self._rest = 0  # what all that no mapped tensor reaches added up to
+        self._doubt: DeltactlError | None = None
         self._poison: DeltactlError | None = None
+        self.asleep: Callable[[], tuple[str, ...]] = tuple  # which of vLLM's tags are
         self._agreed = False  # on who owns what; the same on all ranks
         self._map: dict[str, Any] | None = None
-        self._sums: dict[str, int] = {}  # that all of each tensor has to have
-        self._found: Values | None = None  # this rank's part of them, in order of name
+        self._found: Values | None = None  # this rank's part of the sums, in order of name
         self._commits = 0
         self._audit: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
         """What this rank knows, as JSON."""
         with self._lock:
+            known = self._serves
             return {
                 "deltactl": deltactl.__version__,
                 "protocol": PROTOCOL,
@@ -55,14 +80,21 @@ class Served:
                 "world_size": self._peers.size,
                 "server": self._server,
                 "identity": self._identity,
-                "step": self._step,
-                "state": self._state,
-                "bucket": self._bucket,
+                "step": known and known.step,
+                "state": known and known.state,
+                "bucket": known and known.bucket,
                 "poisoned": facts(self._poison),
+                "doubt": facts(self._doubt),
                 "error": facts(self._error),
                 "map": self._map,
                 "audit": self._audit,
+                "asleep": list(self.asleep()),
             }
+
+    @property
+    def _serves(self) -> Known | None:
+        """What is live; None where nobody knows it."""
+        return self._known[0] if self._live else None
 
     def tensors(self) -> Mapping[str, tuple[str, tuple[int, ...]]] | None:
         """Type and shape of each tensor of the checkpoint; None, and ``error``, where they cannot
@@ -76,18 +108,43 @@ class Served:
 
         Where the state is known already, only the step is looked up anew.
         """
-        if not self._agreed and not self._agree():
+        if self._sleeps():
+            return
+        if not self._stands() and not self._agree():
             return
         with self._told():
             known = dict(steps or {})
             if self._identity == "running":
                 return
+            for one in self._known:
+                one.step = known.get(one.state, one.step)
             if self._identity == "known":
-                self._step = known.get(self._state or "", self._step)
                 return
             self._identity, self._standing = "running", self._refusal
             self._error = self._standing
             in_thread(lambda: self._identify(known), "deltactl-identify")
+
+    def _sleeps(self) -> bool:
+        """Whether the weights are away, so that nothing of them may be read; then that is told."""
+        if WEIGHTS not in self.asleep():
+            return False
+        with self._lock:
+            self._error = Transient(
+                "the server sleeps: its weights are not in memory",
+                hint="wake them, POST /wake_up?tags=weights, then try again",
+            )
+        return True
+
+    def _stands(self) -> bool:
+        """Collective: whether the map is recorded, and all parameters lie where it says. If they do
+        not, somebody has exchanged them, and the map is to be recorded anew."""
+        stand = all(self._peers.gather(self._agreed and self._work.stands()))
+        if not stand:
+            with self._lock:
+                self._agreed, self._map, self._live = False, None, False
+                if self._identity == "known":
+                    self._identity = "unknown"
+        return stand
 
     def _agree(self) -> bool:
         """Record the weight map and settle with the other ranks who owns what; whether it is."""
@@ -119,52 +176,107 @@ class Served:
                 self._error = self._standing
             return
         with self._lock:
-            self._identity, self._state = "known", identity.state
-            self._sums, self._found = dict(identity.sums), found
-            self._step = steps.get(identity.state)
+            self._identity, self._found = "known", found
+            if identity.state not in [known.state for known in self._known]:
+                step = steps.get(identity.state)
+                self._first = Known(identity.state, dict(identity.sums), step)
+                self._known.append(self._first)
 
     def record_map(self) -> None:
-        """Collective: prove the weight map by the sums that the identification found."""
+        """Collective: conclude from the sums that the identification found what is live."""
         if self._map is not None:
             return
-        everyone = self._peers.gather((self._identity, self._state))
+        everyone = self._peers.gather((self._identity, [known.state for known in self._known]))
         with self._told():
             if any(phase != "known" for phase, _ in everyone):
                 raise UsageError("the state is not known on all ranks", found=phases(everyone))
-            if len({state for _, state in everyone}) > 1:
+            if any(states != everyone[0][1] for _, states in everyone):
                 raise Conflict("the ranks were loaded from different states")
             assert self._found is not None
-            names, total = sorted(self._sums), unsigned(self._peers.total(self._found))
-            try:
-                self._work.prove(dict(zip(names, total, strict=True)), self._sums)
-            except DeltactlError as error:
-                self._identity, self._standing = "failed", error
-                raise
-            self._map, self._found = self._work.describe(), None
+            self._conclude(unsigned(self._peers.total(self._found)))
+
+    def _conclude(self, total: list[int]) -> list[str]:
+        """Tell from the sums over all ranks which of the known states is live, and which tensors
+        are not those of the first. The same on all ranks. With the lock held."""
+        sums, self._rest = dict(zip(self._names, total[:-1], strict=True)), total[-1]
+        for known in self._known:
+            self._work.prove(sums, known.sums)
+        self._map, self._found = self._work.describe(), None
+        differ = [self._differing(known.sums, sums) for known in self._known]
+        whole = not self._map["unmapped"]
+        fits = [
+            not names and (known.rest == self._rest or (known.rest is None and whole))
+            for known, names in zip(self._known, differ, strict=True)
+        ]
+        self._live = any(fits) and self._poison is None
+        if self._live:
+            at = fits.index(True)
+            self._known[at].rest, self._doubt = self._rest, None
+            self._known.insert(0, self._known.pop(at))
+        else:
+            if self._rest not in [known.rest for known in self._known]:
+                self._work.distrust()
+            self._doubt = self._doubt_of(self._known[0], differ[0])
+        return differ[0]
+
+    @property
+    def _names(self) -> list[str]:
+        """Of all tensors, in the order of sums."""
+        return sorted(self._known[0].sums)
+
+    def _checked(self) -> list[str]:
+        """The tensors that can be compared with a checkpoint."""
+        described = self._work.describe()
+        skipped = {*described["unmapped"], *described["ignored"]}
+        return [name for name in self._names if name not in skipped]
+
+    def _differing(self, expected: Mapping[str, int], sums: Mapping[str, int]) -> list[str]:
+        return [name for name in self._checked() if sums[name] != expected[name]]
+
+    def _doubt_of(self, known: Known, differing: list[str]) -> DeltactlError:
+        which = "the model directory holds" if known.step is None else f"step {known.step} has"
+        if differing:
+            checked = len(self._checked())
+            return Malformed(
+                f"the live weights are not what {which}",
+                tensor=differing[0],
+                found=f"{len(differing)} of {checked} tensors differ",
+                hint=ANEW,
+            )
+        what = "something beside the mapped tensors is not as it was loaded"
+        if known.rest is None and self._map is not None:
+            unmapped = sorted(self._map["unmapped"])
+            what = f"nothing shows what {len(unmapped)} tensors hold, {unmapped[0]!r} among them"
+        return Unproven(what, hint=ANEW)
 
     def audit(self) -> None:
-        """Sum in a thread all of this rank's part of the live weights."""
+        """Collective: sum in a thread all of this rank's part of the live weights."""
+        if self._sleeps():
+            return
+        if self._agreed and not self._stands():
+            return
         with self._told():
             if self._map is None or self._poison is not None:
                 raise UsageError("there is nothing to audit against", found=self._identity)
             if self._audit is not None and self._audit["phase"] == "running":
                 return
-            self._audit, self._found = _audit_row("running"), None
-            names, commits = sorted(self._sums), self._commits
+            self._audit, self._found = audit_row("running"), None
+            names, commits = self._names, self._commits
             in_thread(lambda: self._sum(names, commits), "deltactl-audit")
 
     def _sum(self, names: list[str], commits: int) -> None:
+        error: DeltactlError | None = None
         try:
             found = self._work.sums(names)
-            if commits != self._commits:
-                raise Conflict("an update came between")
         except Exception as raised:
-            with self._lock:
-                self._error = wrapped(raised, "the live weights could not be summed")
-                self._audit = _audit_row("failed")
-            return
+            error = wrapped(raised, "the live weights could not be summed")
         with self._lock:
-            self._found = found
+            if error is None and commits != self._commits:
+                error = Transient("an update came between")
+            if error is None:
+                self._found = found
+            else:
+                self._error, self._audit = error, audit_row("failed")
 
     def seal_audit(self) -> None:
         """Collective: add the ranks' sums and compare with what the chain says must be live."""
@@ -175,22 +287,17 @@ class Served:
         if failed or any(not there for _, there, _ in everyone):
             with self._lock:
                 if failed and self._audit is not None:
-                    self._audit = _audit_row("failed")
+                    self._audit = audit_row("failed")
             return
         assert found is not None
         total = unsigned(self._peers.total(found))
         with self._told():
-            known = self._work.describe()
-            skipped = {*known["unmapped"], *known["ignored"]}
-            sums = dict(zip(sorted(self._sums), total, strict=True))
-            checked = [name for name in sums if name not in skipped]
-            differing = [name for name in checked if sums[name] != self._sums[name]]
-            self._audit = _audit_row("done") | {
+            differing, checked = self._conclude(total), self._checked()
+            self._audit = audit_row("done") | {
                 "checked": len(checked),
                 "differing": differing,
-                "unaudited": sorted(skipped & sums.keys()),
+                "unaudited": [name for name in self._names if name not in checked],
             }
-            self._found = None
 
     @contextmanager
     def _told(self) -> Iterator[None]:
@@ -214,5 +321,6 @@ def in_thread(act: Callable[[], None], name: str) -> None:
     threading.Thread(target=act, name=name, daemon=True).start()
 
 
-def _audit_row(phase: str) -> dict[str, Any]:
+def audit_row(phase: str) -> dict[str, Any]:
+    """``audit`` of the state, where nothing was compared yet."""
     return {"phase": phase, "checked": 0, "differing": [], "unaudited": []}

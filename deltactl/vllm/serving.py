@@ -12,26 +12,31 @@
 Every phase stays visible in ``state()`` until ``done`` or ``discard``, so that whoever comes later
 finds out what an earlier client left behind. At most one update exists at a time.
 
+A run of links is staged on weights that were found to be what they should be; so who wants one
+staged has them summed first (``audit``), since anybody may have changed them.
+
 Methods return at once or after a few collectives; what takes long runs in a thread. None raises:
 an exception from one rank would leave the replies of the others in vLLM's queue, where each later
 call would get the one before (so vLLM 0.32). What went wrong is in the state. ``identify``,
-``record_map``, ``seal``, ``commit`` and ``seal_audit`` are collective: every rank enters every
-collective whatever happened to it, and all come to the same verdict.
+``record_map``, ``seal``, ``commit``, ``audit`` and ``seal_audit`` are collective: every rank enters
+every collective whatever happened to it, and all come to the same verdict.
 
 Nothing here knows vLLM: ``Work`` is what can be done to the model, ``Peers`` are the other ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.vllm.canary import Canary
 from deltactl.vllm.contract import Staged, Work
 from deltactl.vllm.peers import Peers
-from deltactl.vllm.served import Served, in_thread
+from deltactl.vllm.served import Known, Served, audit_row, in_thread, unsigned
+from deltactl.vllm.sleeping import CACHE
 from deltactl.vllm.update import STEADY, Update, checked_request, gist, phases, wrapped
 
 REPAIR = "deltactl apply BUCKET@STEP --server URL --repair"
@@ -66,13 +71,16 @@ class Serving(Served):
         ``request``: ``id``, ``bucket``, ``from_step``, ``from_state``, ``to_step``, ``to_state``,
         ``links`` (object names, in order) and ``full``.
         """
+        if self._sleeps():
+            return
         with self._told():
             update = Update(checked_request(request))
             self._admit(update)
             self._update = update
-            if not update.full and self._state == update.request["to_state"]:
+            serves = self._serves
+            if not update.full and serves and serves.state == update.request["to_state"]:
                 update.phase = "already"
-                self._step, self._bucket = update.request["to_step"], update.request["bucket"]
+                serves.step, serves.bucket = update.request["to_step"], update.request["bucket"]
                 return
             in_thread(lambda: self._stage(update), "deltactl-stage")
 
@@ -97,9 +105,16 @@ class Serving(Served):
         if self._poison is not None:
             what = "the weights are in an unknown state; only a full update can be loaded"
             raise Conflict(what, hint=REPAIR)
-        if self._state not in (request["from_state"], request["to_state"]):
-            what = "the update stands on another state than the one served"
-            raise Conflict(what, step=self._step, expected=request["from_state"], found=self._state)
+        if self._doubt is not None:
+            raise self._doubt
+        serves = self._serves
+        if serves is None or serves.state not in (request["from_state"], request["to_state"]):
+            raise Conflict(
+                "the update stands on another state than the one served",
+                step=None if serves is None else serves.step,
+                expected=request["from_state"],
+                found=None if serves is None else serves.state,
+            )
 
     def _stage(self, update: Update) -> None:
         """In its thread: stage, and keep the result if the update is still wanted."""
@@ -152,9 +167,9 @@ class Serving(Served):
         total = self._peers.total(mine.staged.values)
         try:
             phase = mine.staged.judge(total)
-            mine.sums_after = mine.staged.sums_after(self._sums, total)
+            mine.sums_after = mine.staged.sums_after(self._known[0].sums, total)
             if phase == "ready" and mine.staged.reloaded and self._canary is not None:
-                self._canary.before()
+                self._sung(self._canary.before)
         except Exception as raised:  # on every rank alike
             mine.end("refused", wrapped(raised, "the sums could not be compared"))
             return
@@ -169,6 +184,8 @@ class Serving(Served):
         standing = 0  # 0: may not, 1: nothing to do, 2: will
         if update is None:
             error = NotFound("no such update is staged on this rank", found=id_)
+        elif self._sleeps():
+            error = self._error
         elif update.phase in ("committed", "already"):
             standing = 1
         elif update.phase == "ready":
@@ -207,7 +224,7 @@ class Serving(Served):
             error = self._completed(update)
             least = self._peers.least(0 if error else 2)
         if least == 2 and staged.reloaded:
-            error = self._sung()
+            error = self._summed_again(update) or self._answered()
             least = 0 if error else 2  # on all ranks alike
         if least == 2:
             with self._lock:
@@ -233,20 +250,61 @@ class Serving(Served):
             return wrapped(raised, "the weights could not be written")
         return None
 
-    def _sung(self) -> DeltactlError | None:
+    def _answered(self) -> DeltactlError | None:
         """Ask the model that has been reloaded; what is wrong with its answer."""
         try:
             if self._canary is not None:
-                self._canary.after()
+                self._sung(self._canary.after)
         except Exception as raised:
             return wrapped(raised, "the model could not be asked")
         return None
+
+    def _sung(self, act: Callable[[], None]) -> None:
+        """Have the canary do it, unless the KV cache sleeps, which it needs."""
+        if CACHE not in self.asleep():
+            act()
+
+    def _summed_again(self, update: Update) -> DeltactlError | None:
+        """Collective: what is wrong with all of the weights after the model's loader has loaded
+        some; the same on all ranks. What differs now, and was never proven, its layer changes."""
+        if not all(self._peers.gather(self._work.stands())) and not self._agree():
+            return self._error or DeltactlError(_ANOTHER_REFUSED)
+        total = self._all_sums()
+        if update.full and total is not None:
+            before = self._work.describe()
+            self._work.prove(dict(zip(self._names, total, strict=False)), update.sums_after)
+            try:
+                self._work.leave_unproven()
+            except DeltactlError as error:  # on every rank alike
+                return error
+            if self._work.describe() != before:  # then the rest is another
+                total = self._all_sums()
+        if total is None:
+            return DeltactlError("the weights that were loaded could not be summed")
+        sums = dict(zip(self._names, total[:-1], strict=True))
+        differing = self._differing(update.sums_after, sums)
+        if differing:
+            what = "the model's loader did not load what the step has"
+            return Malformed(what, tensor=differing[0], found=f"{len(differing)} tensors differ")
+        with self._lock:
+            self._rest, self._map = total[-1], self._work.describe()
+        return None
+
+    def _all_sums(self) -> list[int] | None:
+        """Collective: the sums over all ranks, and last that of the rest; None where a rank cannot
+        tell its own."""
+        found = None
+        with contextlib.suppress(Exception):
+            found = self._work.sums(self._names)
+        if not self._peers.least(0 if found is None else 1) or found is None:
+            return None
+        return unsigned(self._peers.total(found))
 
     def _poisoned_by(self, update: Update, error: DeltactlError) -> None:
         """Nobody knows the weights. With the lock held."""
         what = "an update failed half-way and could not be taken back"
         self._poison = DeltactlError(what, found=str(error), hint=error.hint or REPAIR)
-        self._error, self._step, self._state = error, None, None
+        self._error, self._live = error, False
         update.end("failed", error)
 
     def _restored(self, staged: Staged) -> int:
@@ -258,11 +316,17 @@ class Serving(Served):
     def _take_over(self, update: Update, phase: str) -> None:
         """What is live now is the target. With the lock held."""
         request = update.request
-        self._sums = update.sums_after
         self._work.took_over(update.staged)
-        self._state, self._step = request["to_state"], request["to_step"]
-        self._bucket, self._poison, self._error = request["bucket"], None, self._standing
+        ends = request["to_state"], update.sums_after, request["to_step"], request["bucket"]
+        self._known = [Known(*ends, rest=self._rest)]
+        if self._first is not None and self._first.state != request["to_state"]:
+            self._known.append(self._first)
+        self._live, self._doubt, self._poison = True, None, None
+        self._error = self._standing
         self._commits += 1
+        self._found = None  # of an audit: what it has summed is gone
+        if self._audit is not None and self._audit["phase"] == "running":
+            self._audit = audit_row("failed")
         update.end(phase)
 
     def discard(self, id_: str) -> None:

@@ -191,14 +191,16 @@ def stage_full(
     """Stage all of a checkpoint, mapped from disk and proven to be ``to_state``, whatever is live.
 
     Every live element is compared with it, so that nothing need be known of the live weights. Old
-    bits are kept of single elements alone: what is written in stretches cannot be taken back.
-    Raises Conflict where the checkpoint is not of the model's tensors.
+    bits are kept of single elements alone: what is written in stretches cannot be taken back. What
+    the map is not proven for goes through the model's loader. Raises Conflict where the checkpoint
+    is not of the model's tensors.
     """
     times, tensors = file_times(checkpoint), checkpoint.tensors
     bits = {
         name: checked_bits(checkpoint, mapped.spec, to_step)
         for name, mapped in weight_map.tensors.items()
     }
+    by_loader = {*weight_map.unmapped, *weight_map.unproven}
 
     def tensor(name: str) -> StagedTensor:
         found = StagedTensor()
@@ -206,7 +208,8 @@ def stage_full(
         found.add(differences(mapped, weight_map.storages, bits[name], keep_old=False))
         return found
 
-    found = map_largest_first(tensor, list(bits), lambda name: bits[name].nbytes)
+    proven = [name for name in bits if name not in by_loader]
+    found = map_largest_first(tensor, proven, lambda name: bits[name].nbytes)
     return Staged(
         update_id=update_id,
         from_step=None,
@@ -217,7 +220,7 @@ def stage_full(
         patches=_patches(weight_map.storages, found),
         stretches=tuple(one for staged in found for one in staged.stretches),
         sums=Sums(()),
-        reload=tuple(name for name in weight_map.unmapped if name in tensors),
+        reload=tuple(name for name in tensors if name in by_loader),
         ignored=tuple(name for name in weight_map.ignored if name in tensors),
         _sources_stand=lambda: unwritten_since(checkpoint, times),
     )

@@ -5,9 +5,10 @@ Recorded, not known: the model's own ``load_weights`` is fed tensors without con
 parameter is *mapped*; one that the loader takes and does nothing with (the output layer of a tied
 model) is *ignored*; every other is *unmapped*, with the reason, and has to go through the loader.
 
-A recorded map is a claim. After loading, a layer may have rearranged what the loader wrote, so the
-map counts only once live bits, read through it, have been found equal to the checkpoint's:
-``live.owned_sums`` against the sums of the checkpoint on which the model stands.
+A recorded map is a claim: after loading, a layer may have rearranged what the loader wrote. So each
+tensor is unproven until live bits, read through the map, have been found equal to those of a
+checkpoint (``totals.owned_sums``). Where they are not, either other weights are live or a layer has
+changed them, which only shows once the model's own loader has loaded a checkpoint that is known.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -36,15 +37,19 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass(frozen=True, slots=True)
 class Storage:
     """The whole storage of a parameter: ``name``, and ``bits``, which shares its memory: 1-D, and
-    uint8, int16, int32 or int64 by the width of the parameter's elements."""
+    uint8, int16, int32 or int64 by the width of the parameter's elements. ``parameter``: or of a
+    buffer, if it is False."""
 
     name: str
     bits: torch.Tensor
+    parameter: bool = True
 
 
 @dataclass(slots=True)
 class WeightMap:
     """``tensors``: those that are mapped, by name. ``unmapped``: name -> why, for a person.
+    ``anywhere``: those that any rank has mapped; ``unproven``: those of them of which nothing has
+    shown yet that they lie so.
 
     ``storages``: those of all parameters and buffers that are not empty; regions count in them.
     """
@@ -53,18 +58,37 @@ class WeightMap:
     tensors: dict[str, MappedTensor]
     ignored: tuple[str, ...]
     unmapped: dict[str, str]
+    anywhere: set[str] = field(default_factory=set)
+    unproven: set[str] = field(default_factory=set)
 
     def unmap(self, name: str, why: str) -> None:
         """Take a tensor out of the map."""
         self.tensors.pop(name, None)
+        self.unproven.discard(name)
         self.ignored = tuple(other for other in self.ignored if other != name)
         self.unmapped[name] = why
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether a tensor of the map lies in the storage of this parameter."""
+        """Whether a tensor that lies as the map says lies in the storage of this parameter."""
         place = parameter.untyped_storage().data_ptr()
-        reached = {one.storage for mapped in self.tensors.values() for one in mapped.regions}
+        proven = [mapped for name, mapped in self.tensors.items() if name not in self.unproven]
+        reached = {one.storage for mapped in proven for one in mapped.regions}
         return any(self.storages[n].bits.data_ptr() == place for n in reached)
+
+    def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
+        """Call those tensors proven that hold what a checkpoint does. ``found``:
+        ``totals.owned_sums``, added up over ranks; ``expected``: of the checkpoint's tensors."""
+        known = self.unproven & found.keys() & expected.keys()
+        self.unproven -= {name for name in known if found[name] == expected[name]}
+
+    def distrust(self) -> None:
+        """Call no tensor proven."""
+        self.unproven = self.anywhere - self.unmapped.keys()
+
+    def leave_unproven(self) -> None:
+        """Take what is unproven out of the map, after the model's own loader has loaded it."""
+        for name in sorted(self.unproven):
+            self.unmap(name, "its layer changes it after loading")
 
     def summary(self) -> Summary:
         """What other ranks need to know of this one's map."""
@@ -76,6 +100,8 @@ class WeightMap:
 
     def settle(self, ownership: Ownership, rank: int) -> None:
         """Take over what all ranks have agreed on (``owners`` of their summaries)."""
+        self.anywhere = {name for held in ownership.owned for name in held}
+        self.unproven = set(self.anywhere)
         for name, why in ownership.unmapped.items():
             self.unmap(name, why)
         for name, owned in ownership.owned[rank].items():
@@ -95,7 +121,9 @@ def record(model: nn.Module, specs: Iterable[TensorSpec], *, ranks: int = 1) -> 
     before = _Modules(model)
     live = LiveStorages(found for found, _ in _storages(model))
     storages = tuple(
-        Storage(found.name, _bits(tensor)) for found, tensor in _storages(model) if found.nbytes
+        Storage(found.name, _bits(tensor), isinstance(tensor, nn.Parameter))
+        for found, tensor in _storages(model)
+        if found.nbytes
     )
     recording = _Recording(model, live)
     recording.run(list(specs))
@@ -106,6 +134,15 @@ def record(model: nn.Module, specs: Iterable[TensorSpec], *, ranks: int = 1) -> 
     if ranks == 1:
         found.settle(owners([found.summary()]), 0)
     return found
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    """Where each parameter lies: a map holds for as long as this is as it was when recorded."""
+    return {
+        name: parameter.untyped_storage().data_ptr()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.device.type != "meta" and parameter.layout == torch.strided
+    }
 
 
 def _storages(model: nn.Module) -> Iterator[tuple[Live, torch.Tensor]]:

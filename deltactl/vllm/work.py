@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +17,11 @@ from deltactl.bucket import open_bucket
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.core.store import Bucket
-from deltactl.vllm import host, layouts, live, staging
+from deltactl.vllm import host, layouts, live, staging, totals
 from deltactl.vllm.contract import Identity, Tell, Values
-from deltactl.vllm.identity import file_times
 from deltactl.vllm.ownership import owners
-from deltactl.vllm.weight_map import TensorSpec, WeightMap, record
+from deltactl.vllm.update import wrapped
+from deltactl.vllm.weight_map import TensorSpec, WeightMap, addresses, record
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +32,30 @@ Digests = Mapping[str, str]
 """Of a state's tensors, by name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A directory with a model, and the tensors in it."""
+
+    path: Path
+    specs: list[TensorSpec]
+
+
+def _found(find: Callable[[], Path]) -> Directory | DeltactlError:
+    try:
+        path = find().resolve()
+        with open_checkpoint(path) as opened:
+            tensors = opened.tensors.values()
+            return Directory(path, [TensorSpec(t.name, t.dtype, t.shape) for t in tensors])
+    except Exception as error:
+        return wrapped(error, "the model was loaded from no directory that can be read")
+
+
 class ModelWork:
     """The ``Work`` of one rank of ``ranks`` on ``model``, which was loaded from a directory.
 
-    ``find``: gives that directory, or raises. ``since``: nanoseconds since the epoch, before the
-    loading began; files that changed later may not be those that were loaded. ``reload``: loads
-    tensors by name from a checkpoint through the model's own loader, in the pause.
+    ``find``: gives that directory, or raises; it is asked once, here, and links are resolved then,
+    so that what is done to the path later misleads nobody. ``reload``: loads tensors by name from a
+    checkpoint through the model's own loader, in the pause.
     """
 
     def __init__(
@@ -43,22 +63,29 @@ class ModelWork:
         model: torch.nn.Module,
         find: Callable[[], Path],
         ranks: int,
-        since: int,
         reload: Reload | None = None,
     ) -> None:
-        self._model, self._find, self._ranks, self._since = model, find, ranks, since
-        self._reload = reload
-        self._directory: Path | None = None
+        self._model, self._ranks, self._reload = model, ranks, reload
+        self._directory = _found(find)
+        self._hashing: Future[host.Identity] | None = None
         self._recorded: WeightMap | None = None
-        self._in_doubt = False  # whether the directory may be another than the one loaded
-        self._digests: Digests = {}  # of the state that is served
+        self._addresses: dict[str, int] = {}  # of the parameters when it was recorded
+        self._first: dict[str, Digests] = {}  # of the directory's state, by that state
+        self._digests: dict[str, Digests] = {}  # of all states that may be live
         self._tied: dict[str, str] = {}  # a tensor that is ignored -> the one that stands for it
 
     @property
     def directory(self) -> Path:
-        """Where the model was loaded from."""
-        assert self._directory is not None
-        return self._directory
+        """Where the model was loaded from. Raises what kept it from being found."""
+        if isinstance(self._directory, DeltactlError):
+            raise self._directory
+        return self._directory.path
+
+    @property
+    def _specs(self) -> list[TensorSpec]:
+        if isinstance(self._directory, DeltactlError):
+            raise self._directory
+        return self._directory.specs
 
     @property
     def map(self) -> WeightMap:
@@ -66,11 +93,25 @@ class ModelWork:
         assert self._recorded is not None
         return self._recorded
 
+    def look(self) -> None:
+        """Begin to hash the directory in a thread: soon after loading its files are in memory."""
+        self._hashing = Future()
+        Thread(target=self._hash, args=(self._hashing,), daemon=True).start()
+
+    def _hash(self, into: Future[host.Identity]) -> None:
+        try:
+            into.set_result(host.identify(self.directory))
+        except Exception as error:
+            into.set_exception(error)
+
+    def stands(self) -> bool:
+        """See Work."""
+        return self._recorded is not None and addresses(self._model) == self._addresses
+
     def record(self) -> Any:
         """See Work."""
-        self._directory = self._find()
-        with open_checkpoint(self._directory) as opened:
-            specs = [TensorSpec(t.name, t.dtype, t.shape) for t in opened.tensors.values()]
+        specs = self._specs
+        self._addresses = addresses(self._model)
         self._recorded = record(self._model, specs, ranks=self._ranks)
         return self._recorded.summary()
 
@@ -81,36 +122,39 @@ class ModelWork:
 
     def identify(self) -> Identity:
         """See Work."""
-        with open_checkpoint(self.directory) as opened:
-            changed = [int(str(row[-1])) for row in file_times(opened)]
-        self._in_doubt = max(changed, default=0) >= self._since
-        found = host.identify(self.directory)
-        self._digests = {name: tensor.digest for name, tensor in found.tensors.items()}
+        hashing, self._hashing = self._hashing, None
+        try:
+            found = host.identify(self.directory) if hashing is None else hashing.result()
+        except Conflict:  # it was being written to then
+            found = host.identify(self.directory)
+        self._first = {found.state: {name: t.digest for name, t in found.tensors.items()}}
+        self._digests |= self._first
         self._tied = _tied(self.map, found)
         return Identity(found.state, {n: t.touch_sum for n, t in found.tensors.items()})
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """See Work."""
-        with open_checkpoint(self._find()) as opened:
-            return {t.name: (t.dtype, t.shape) for t in opened.tensors.values()}
+        return {spec.name: (spec.dtype, spec.shape) for spec in self._specs}
 
     def sums(self, names: list[str]) -> Values:
         """See Work."""
-        found = live.owned_sums(self.map, [name for name in names if name in self.map.tensors])
-        return np.array([found.get(name, 0) for name in names], np.uint64).view(np.int64)
+        found = totals.owned_sums(self.map, [name for name in names if name in self.map.tensors])
+        rows = [found.get(name, 0) for name in names]
+        return np.array([*rows, totals.rest_sum(self.map)], np.uint64).view(np.int64)
 
     def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
-        """See Work. Raises Conflict where what does not fit may be due to another directory."""
-        live.keep_proven(self.map, found, expected)
-        if self._in_doubt and self.map.unmapped:
-            name, why = next(iter(self.map.unmapped.items()))
-            raise Conflict(
-                "the model directory has changed since the server was started on it",
-                file=self.directory,
-                tensor=name,
-                found=why,
-                hint="start the server anew, on a directory that nobody writes to",
-            )
+        """See Work."""
+        self.map.prove(found, expected)
+
+    def distrust(self) -> None:
+        """See Work."""
+        self.map.distrust()
+
+    def leave_unproven(self) -> None:
+        """See Work."""
+        if self.map.unproven:
+            self.map.leave_unproven()
+            self._may_reload(self.map.unmapped)
 
     def describe(self) -> dict[str, Any]:
         """See Work."""
@@ -154,13 +198,13 @@ class ModelWork:
 
     def took_over(self, staged: Prepared) -> None:
         """See Work."""
-        self._digests = staged.digests
+        self._digests = self._first | {staged.staged.to_state: staged.digests}
 
     def _run(self, bucket: Bucket, request: Mapping[str, Any], told: Told) -> Prepared:
         """A run of links."""
         start = time.perf_counter()
         links = host.open_links(bucket, request["links"], told)
-        digests = dict(self._digests)
+        digests = dict(self._digests[request["from_state"]])
         for delta in links.deltas:
             digests |= {name: str(row.digest) for name, row in delta.records.items()}
         self._expect(request, digests)
@@ -199,7 +243,8 @@ class ModelWork:
 
         ``digests``: of the result.
         """
-        other = sorted(self._digests.keys() ^ digests.keys())
+        (names,) = self._first.values()
+        other = sorted(names.keys() ^ digests.keys())
         apart = [name for name, like in self._tied.items() if digests.get(name) != digests[like]]
         if not other and not apart:
             return

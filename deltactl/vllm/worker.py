@@ -17,16 +17,19 @@ None raises, for the same reason. What a call met is ``error`` of the state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import deltactl
 from deltactl.vllm.served import PROTOCOL
 from deltactl.vllm.serving import Serving
+from deltactl.vllm.sleeping import asleep
 
 State = dict[str, Any]
 
 _OF_SERVING = (
-    "server", "step", "state", "bucket", "poisoned", "error", "update", "map", "audit"
+    "server", "step", "state", "bucket", "poisoned", "doubt", "error", "update", "map", "audit",
+    "asleep",
 )  # fmt: skip
 
 
@@ -75,7 +78,7 @@ class WorkerExtension:
         return _told(self, call, lambda serving: serving.done(id))
 
     def deltactl_audit(self, call: str | None = None) -> State:
-        """Sum the live weights in a thread."""
+        """Collective: sum the live weights in a thread."""
         return _told(self, call, lambda serving: serving.audit())
 
     def deltactl_audit_seal(self, call: str | None = None) -> State:
@@ -92,6 +95,7 @@ def _told(
     state: State = dict.fromkeys(_OF_SERVING) | {"identity": "unknown"}
     if isinstance(serving, Serving):
         worker.weight_transfer_engine.runner = getattr(worker, "model_runner", None)
+        serving.asleep = partial(asleep, worker)
         if act is not None:
             act(serving)
         state |= serving.state()

@@ -299,8 +299,8 @@ def test_verify(mode: str, cli: Cli, bucket: Path, start: Start) -> None:
     wrong.vllm.workers.tensors["model.norm.weight"].bits[3] ^= 1
     ran = cli("verify", f"{bucket}@1", "--server", sound.url, "--server", wrong.url, *flags)
     assert ran.code == 3
-    assert "tensor 'model.norm.weight': the live weights are not those of the step" in ran.stderr
-    assert "--repair" in ran.stderr
+    assert "tensor 'model.norm.weight': the live weights are not what step 1 has" in ran.stderr
+    assert f"hint: deltactl apply {bucket}@1 --server {wrong.url}\n" in ran.stderr
     assert cli("verify", bucket, "--step", 2, "--server", sound.url, *flags).code == 11
 
 

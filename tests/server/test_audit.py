@@ -43,8 +43,7 @@ def test_a_bit_that_differs(ranks: int, start: Start, steps: Steps) -> None:
     (found,) = audit(steps, 3, server)
     assert isinstance(found.error, Malformed)
     assert found.differing == ("model.norm",)
-    hint = f"deltactl apply {steps.url}@3 --server {server.url} --repair"
-    assert found.error.hint == hint
+    assert found.error.hint == f"deltactl apply {steps.url}@3 --server {server.url}"
 
 
 def test_another_step(start: Start, steps: Steps) -> None:
@@ -55,7 +54,8 @@ def test_another_step(start: Start, steps: Steps) -> None:
 
 def test_no_step_of_the_chain(start: Start, steps: Steps) -> None:
     server = start()
-    server.vllm.workers.identity, server.vllm.workers.state = "known", "0" * 64
+    apply_to_servers(steps.bucket, 2, [server.url], QUICK)
+    server.vllm.workers.state = "0" * 64
     (found,) = audit(steps, None, server)
     assert isinstance(found.error, Conflict)
 
@@ -97,7 +97,7 @@ def test_many(start: Start, steps: Steps) -> None:
 
 
 def test_an_audit_without_an_end(start: Start, steps: Steps, monkeypatch: Any) -> None:
-    monkeypatch.setattr("deltactl.server.audit.PATIENCE", 0.01)
+    monkeypatch.setattr("deltactl.server.summing.PATIENCE", 0.01)
     server = start()
     monkeypatch.setattr(type(server.vllm.workers), "_deltactl_audit_seal", lambda self: None)
     (found,) = audit(steps, None, server)

@@ -40,7 +40,7 @@ def without_the_extension(server: StandIn) -> None:
 
 
 def another_protocol(server: StandIn) -> None:
-    server.vllm.workers.protocol = 2
+    server.vllm.workers.protocol = 3
 
 
 def data_parallel(server: StandIn) -> None:
@@ -251,8 +251,12 @@ def with_a_layer_that_cannot_be_loaded(server: StandIn) -> None:
 
 
 def is_elsewhere(server: StandIn) -> None:
-    server.vllm.workers.identity, server.vllm.workers.state = "known", "0" * 64
-    server.vllm.workers.step = 9
+    """On a later step, of which its bits are, than this client can see."""
+    workers = server.vllm.workers
+    for method, arguments in (("identify", {"bucket_states": {}}), ("map", {})):
+        workers.call(f"deltactl_{method}", arguments, False)
+        workers.close()
+    workers.state, workers.step = "0" * 64, 9
 
 
 UNFIT = [

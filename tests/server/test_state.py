@@ -18,7 +18,7 @@ IDS = st.sampled_from(["staging", "staged", "ready", "already", "committed", "re
 
 def reply(rank: int = 0, ranks: int = 1, **changes: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
-        "deltactl": "0.1.0", "protocol": 1, "rank": rank, "world_size": ranks, "call": CALL,
+        "deltactl": "0.1.0", "protocol": 2, "rank": rank, "world_size": ranks, "call": CALL,
         "dtype": "bfloat16", "model": "m", "backend": True, "identity": "known", "step": 1,
         "state": "aa", "bucket": None, "poisoned": None, "error": None, "update": None,
         "session": False, "map": {"tensors": 3, "unmapped": {}, "ignored": []}, "audit": None,
@@ -111,7 +111,7 @@ def test_replies_of_another_call(changes: dict[str, Any]) -> None:
 
 def test_another_protocol() -> None:
     with pytest.raises(Unsupported):
-        of_ranks([reply(protocol=2)], CALL, URL)
+        of_ranks([reply(protocol=3)], CALL, URL)
 
 
 def test_an_unknown_phase() -> None:

@@ -112,6 +112,8 @@ def ranks_with(*voices: Voice) -> Ranks:
     server = Ranks(len(voices))
     for rank, voice in zip(server.ranks, voices, strict=True):
         rank._canary = Canary(voice, rank._peers)
+    for toy in server.toys:
+        toy.loads = True
     server.ready()
     return server
 
@@ -140,6 +142,16 @@ def test_after_a_bad_answer_nobody_knows_the_weights(voices: Any) -> None:
         assert state["poisoned"]["hint"] == RESTART
         assert "does not answer as it should" in state["poisoned"]["found"]
         assert (state["step"], state["state"]) == (None, None)
+
+
+def test_a_model_whose_cache_sleeps_is_not_asked() -> None:
+    """There is nowhere to compute in; a trainer on the same device wakes it last."""
+    server = ranks_with(Voice(RuntimeError("no memory")), Voice(RuntimeError("no memory")))
+    for rank in server.ranks:
+        rank.asleep = lambda: ("kv_cache",)
+    server.stage()
+    assert server.seal() == all_of(server, "ready")
+    assert server.commit() == all_of(server, "committed")
 
 
 def test_a_model_that_cannot_be_asked_refuses_the_update() -> None:

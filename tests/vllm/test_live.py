@@ -18,7 +18,7 @@ from deltactl.core.errors import DeltactlError
 from deltactl.vllm import live
 from deltactl.vllm.live import Patch, Patches
 from deltactl.vllm.regions import MappedTensor, Region, TensorSpec, pieces, region
-from deltactl.vllm.weight_map import Storage, WeightMap
+from deltactl.vllm.weight_map import Storage
 from tests.support.tools import need_kernel
 
 DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -331,42 +331,6 @@ def test_a_long_region_is_summed_in_shares_of_no_more_than_a_few_rows(way: str) 
     held = storage(2, 4096)
     whole = Region(0, (4096,), 7, (1,), 0, (1,))
     assert live.region_sum(held, whole) == core_bits.touch_sum(np.arange(7, 4103), bits(held))
-
-
-# Proof.
-
-
-def test_only_tensors_whose_live_bits_are_the_checkpoints_stay_in_the_map(way: str) -> None:
-    held = storage(2, 60)
-    names = ("same", "changed", "unknown", "missing")
-    tensors = {
-        name: MappedTensor(
-            TensorSpec(name, "BF16", (15,)), (Region(0, (15,), 0, (1,), 15 * i, (1,)),)
-        )
-        for i, name in enumerate(names)
-    }
-    found = WeightMap((held,), tensors, (), {})
-    sums = {
-        name: core_bits.touch_sum(np.arange(15), bits(held)[15 * i : 15 * i + 15])
-        for i, name in enumerate(names)
-    }
-    bits(held)[20] ^= 1
-    own = live.owned_sums(found)
-    assert own == {**sums, "changed": own["changed"]}
-    assert live.owned_sums(found, ["same"]) == {"same": sums["same"]}
-    del own["missing"], sums["unknown"]
-    taken = live.keep_proven(found, own, sums)
-    assert set(taken) == set(found.unmapped) == {"changed", "unknown", "missing"}
-    assert "changes it after loading" in taken["changed"]
-    assert list(found.tensors) == ["same"]
-
-
-def test_what_another_rank_owns_is_not_summed(way: str) -> None:
-    held = storage(2, 10)
-    parts = (Region(0, (5,), 0, (1,), 0, (1,)), Region(0, (5,), 5, (1,), 5, (1,)))
-    mapped = MappedTensor(TensorSpec("t", "BF16", (10,)), parts, (False, True))
-    found = live.owned_sums(WeightMap((held,), {"t": mapped}, (), {}))
-    assert found == {"t": core_bits.touch_sum(np.arange(5, 10), bits(held)[5:])}
 
 
 def test_threads_that_ask_at_once_do_not_wait_for_each_other_for_ever(way: str) -> None:

@@ -27,7 +27,7 @@ NOTHING = Summary({}, ("t",), {})
 def test_of_equal_parts_the_lowest_rank_owns_the_first() -> None:
     whole = run(0, 10)
     found = owners([NOTHING, held(whole, whole), held(whole)])
-    assert found.owned == ({}, {"t": (True, False)}, {"t": (False,)})
+    assert found.owned == ({}, {"t": (3, 0)}, {"t": (0,)})
     assert not found.unmapped
     assert not found.ignored
 
@@ -35,7 +35,7 @@ def test_of_equal_parts_the_lowest_rank_owns_the_first() -> None:
 def test_slices_are_owned_by_who_has_them_and_shared_ones_once() -> None:
     left, right = run(0, 4), run(4, 10)
     found = owners([held(left), held(left), held(right), held(right)])
-    assert [rank["t"] for rank in found.owned] == [(True,), (False,), (True,), (False,)]
+    assert [rank["t"] for rank in found.owned] == [(2,), (0,), (2,), (0,)]
 
 
 def test_columns_are_slices_too() -> None:
@@ -64,14 +64,14 @@ def test_unmapped_on_one_rank_is_unmapped_on_all_and_ignored_needs_all() -> None
     assert owners([broken]).unmapped == {"t": "cast"}
     assert owners([NOTHING, broken]).ignored == ()
     assert owners([NOTHING, NOTHING]).ignored == ("t",)
-    assert owners([NOTHING, held(run(0, 10))]).owned == ({}, {"t": (True,)})
+    assert owners([NOTHING, held(run(0, 10))]).owned == ({}, {"t": (1,)})
 
 
 def test_scalars() -> None:
     one = (0, (1,), (1,))
     assert owners([held(one, shape=()), held(one, shape=())]).owned == (
-        {"t": (True,)},
-        {"t": (False,)},
+        {"t": (2,)},
+        {"t": (0,)},
     )
 
 

@@ -39,6 +39,8 @@ class Toy:
     """The part of one tensor that one rank holds, and what is to go wrong on it.
 
     ``breaks``: names of what raises or says no: stage, check, write, read back, roll_back, ...
+    ``rest``: what the loader makes of the weights beside them; ``moved``: somebody has exchanged
+    its parameters; ``loads``: the loader alone places the tensor, ``turned``: and turns it round.
     """
 
     rank: int
@@ -48,6 +50,11 @@ class Toy:
     hold: threading.Event | None = None  # staging waits for it
     calls: list[str] = field(default_factory=list)
     unmapped: dict[str, str] = field(default_factory=dict)
+    rest: int = 5
+    moved: bool = False
+    loads: bool = False
+    turned: bool = False
+    proven: bool = False
 
     @property
     def part(self) -> slice:
@@ -63,8 +70,12 @@ class Toy:
         self.reach("identify")
         return Identity(hex_of(1), {NAME: whole_sum(states(1))})
 
+    def stands(self) -> bool:
+        return not self.moved
+
     def record(self) -> dict[str, Any]:
         self.reach("record")
+        self.moved = self.proven = False
         return {"rank": self.rank}
 
     def agree(self, records: list[dict[str, Any]], rank: int) -> None:
@@ -73,7 +84,16 @@ class Toy:
 
     def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
         self.reach("prove")
-        self.unmapped = {name: "differs" for name in found if found[name] != expected[name]}
+        self.proven = self.proven or found[NAME] == expected[NAME]
+
+    def distrust(self) -> None:
+        self.reach("distrust")
+        self.proven = False
+
+    def leave_unproven(self) -> None:
+        self.reach("leave_unproven")
+        if not self.proven:
+            self.unmapped[NAME] = "changes"
 
     def describe(self) -> dict[str, Any]:
         return {"tensors": 1 - len(self.unmapped), "unmapped": self.unmapped, "ignored": []}
@@ -96,13 +116,18 @@ class Toy:
             assert self.hold.wait(30)
         self.reach("sums")
         assert names == [NAME]
-        return np.array([whole_sum(self.live, self.part.start)], np.uint64).view(np.int64)
+        rest = self.rest + (whole_sum(self.live, self.part.start) if self.unmapped else 0)
+        rows = [whole_sum(self.live, self.part.start), rest % (1 << 64)]
+        return np.array(rows, np.uint64).view(np.int64)
 
 
 class ToyStaged:
-    nbytes, fetched_bytes, reloaded, ignored = 10, 20, ("b", "a"), ("c",)
+    nbytes, fetched_bytes, ignored = 10, 20, ("c",)
 
     def __init__(self, toy: Toy, old: Any, new: Any, full: bool) -> None:
+        self._loaded = False
+        by_loader = toy.loads or toy.unmapped or (full and not toy.proven)
+        self.reloaded: tuple[str, ...] = ("b", "a") if by_loader else ()
         self._toy, self.seconds = toy, {"fetch": 1.0, "stage": 2.0}
         self._expected = whole_sum(old), whole_sum(new)
         self._full = full
@@ -120,7 +145,7 @@ class ToyStaged:
         old, new = (int(value) for value in total.view(np.uint64)[0])
         if new != self._expected[1] or (old != self._expected[0] and not self._full):
             raise Conflict("the sums do not add up")
-        return "already" if old == new else "ready"
+        return "already" if old == new and not self._full else "ready"
 
     def sums_after(self, before: Mapping[str, int], total: Values) -> dict[str, int]:
         old, new = (int(value) for value in total.view(np.uint64)[0])
@@ -139,9 +164,17 @@ class ToyStaged:
 
     def complete(self) -> None:
         self._toy.reach("complete")
+        self._loaded = bool(self.reloaded)
+        if self.reloaded:
+            self._toy.rest = 5
+            self._toy.live[:] = self._new[::-1] if self._toy.turned else self._new
+            if "loader" in self._toy.breaks:
+                self._toy.live[0] ^= 1
 
     def roll_back(self) -> bool:
         self._toy.calls.append("roll_back")
+        if self._loaded:
+            return False
         if "roll_back raises" in self._toy.breaks:
             raise MemoryError
         if "roll_back" not in self._toy.breaks:
@@ -235,7 +268,7 @@ def test_an_update_from_stage_to_done(server: Ranks) -> None:
     for state in server.states():
         assert (state["step"], state["state"], state["bucket"]) == (2, hex_of(2), "/b")
         update = state["update"]
-        assert update["reloaded"] == ["a", "b"]
+        assert update["reloaded"] == []
         assert update["seconds"].keys() == {"fetch", "stage", "write", "complete"}
         assert update["error"] is state["error"] is state["poisoned"] is None
     done = server.each(lambda rank: rank.done("u"))
@@ -318,16 +351,168 @@ def test_one_rank_that_cannot_record_its_map(rank: int) -> None:
     assert [state["map"]["tensors"] for state in server.states()] == [1, 1]
 
 
-def test_what_does_not_hold_what_the_directory_says_is_taken_out_of_the_map() -> None:
-    server = Ranks(3)
-    server.toys[1].live[0] ^= 1
-    server.ready()
+def unknown(server: Ranks) -> list[dict[str, Any]]:
+    """Assert that no rank claims to know its weights; the ranks' doubts."""
+    states = server.states()
+    for state in states:
+        assert (state["identity"], state["step"], state["state"]) == ("known", None, None)
+        assert state["map"] is not None
+        assert state["poisoned"] is None
+    return [dict(state["doubt"]) for state in states]
+
+
+def mend(server: Ranks, after: int = 3) -> None:
+    """A full update, by which all is known again."""
+    assert phases(server.stage("mend", full=True, after=after)) == all_of(server, "staged")
+    assert server.seal("mend") == all_of(server, "ready")
+    assert server.commit("mend") == all_of(server, "committed")
+    server.each(lambda rank: rank.done("mend"))
     for state in server.states():
-        assert (state["identity"], state["step"]) == ("known", 1)
-        assert state["map"] == {"tensors": 0, "unmapped": {NAME: "differs"}, "ignored": []}
-    assert audited(server) == {
-        "phase": "done", "checked": 0, "differing": [], "unaudited": [NAME]
-    }  # fmt: skip
+        assert (state["step"], state["doubt"], state["poisoned"]) == (after, None, None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_weights_that_are_not_the_directory_s_are_unknown_until_all_were_loaded(size: int) -> None:
+    """Nothing is called a layer that changes its weights, as the loader has not shown it."""
+    server = Ranks(size)
+    server.toys[-1].live[0] ^= 1
+    server.ready()
+    for doubt in unknown(server):
+        assert (doubt["kind"], doubt["tensor"]) == ("Malformed", NAME)
+        assert "step 1" in doubt["what"]
+    assert [state["map"]["unmapped"] for state in server.states()] == [{}] * size
+    assert server.stage()[0]["error"]["what"] == unknown(server)[0]["what"]
+    mend(server)
+    assert server.serves() == 3
+    assert all("distrust" in toy.calls for toy in server.toys)
+    assert [state["map"]["unmapped"] for state in server.states()] == [{}] * size
+    assert audited(server)["checked"] == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_differs_even_after_it_was_loaded_is_a_layer_that_changes_it(size: int) -> None:
+    server = Ranks(size)
+    for toy in server.toys:
+        toy.turned, toy.live = True, toy.live[::-1].copy()
+    server.ready()
+    unknown(server)
+    mend(server)
+    assert [state["map"]["unmapped"] for state in server.states()] == [{NAME: "changes"}] * size
+    row = {"phase": "done", "checked": 0, "differing": [], "unaudited": [NAME]}
+    assert audited(server) == row
+    assert server.states()[0]["step"] == 3
+    server.toys[-1].live[1] ^= 1  # nothing to compare it with, but it is not as it was loaded
+    assert audited(server) == row
+    assert {doubt["kind"] for doubt in unknown(server)} == {"Unproven"}
+    mend(server)
+
+
+def test_what_only_the_loader_can_place_is_unknown_until_it_has() -> None:
+    server = Ranks(2)
+    for toy in server.toys:
+        toy.unmapped[NAME] = "changes"
+    server.ready()
+    for doubt in unknown(server):
+        assert doubt["kind"] == "Unproven"
+        assert "1 tensors" in doubt["what"]
+    mend(server)
+    audited(server)
+    assert server.states()[0]["step"] == 3
+
+
+@pytest.mark.parametrize("at", [0, -1])
+def test_weights_that_somebody_has_changed(server: Ranks, at: int) -> None:
+    """They are found by their sums, and are written through the map, which is proven."""
+    server.toys[at].live[:] = 0
+    assert audited(server)["differing"] == [NAME]
+    unknown(server)
+    before = [toy.calls.count("distrust") for toy in server.toys]
+    mend(server)
+    assert server.serves() == 3
+    assert [toy.calls.count("distrust") for toy in server.toys] == before
+
+
+def test_what_a_layer_made_of_its_weights_is_lost_too(server: Ranks) -> None:
+    """As in a sleep of level 2: then the loader makes it anew."""
+    server.toys[-1].rest = 99
+    assert audited(server)["differing"] == []
+    assert {doubt["kind"] for doubt in unknown(server)} == {"Unproven"}
+    mend(server, 1)
+    assert server.toys[-1].rest == 5
+    assert audited(server)["differing"] == []
+    assert server.states()[0]["step"] == 1
+
+
+def test_weights_that_were_loaded_from_the_directory_again(server: Ranks) -> None:
+    server.stage()
+    server.seal()
+    server.commit()
+    server.each(lambda rank: rank.done("u"))
+    for toy in server.toys:
+        toy.live[:] = states(1)[toy.part]
+    assert audited(server)["differing"] == [NAME], "they are not what they were taken for"
+    for state in server.states():
+        assert (state["step"], state["state"], state["doubt"]) == (1, hex_of(1), None)
+    assert phases(server.stage("next")) == all_of(server, "staged")
+    assert server.seal("next") == all_of(server, "ready")
+
+
+def test_parameters_that_somebody_has_exchanged(pair: Ranks) -> None:
+    """One rank's: the map is recorded anew by all, as they have to agree."""
+    pair.toys[1].moved = True
+    pair.each(lambda rank: rank.audit())
+    for state in pair.states():
+        assert (state["identity"], state["map"], state["state"]) == ("unknown", None, None)
+    pair.ready()
+    assert [toy.calls.count("record") for toy in pair.toys] == [2, 2]
+    assert [(s["step"], s["doubt"]) for s in pair.states()] == [(1, None)] * 2
+
+
+def test_a_loader_that_does_not_load_what_it_should(pair: Ranks) -> None:
+    """On one rank, of what was proven."""
+    for toy in pair.toys:
+        toy.loads = True
+    pair.toys[1].breaks.add("loader")
+    pair.stage()
+    assert pair.seal() == ["ready", "ready"]
+    assert pair.commit() == ["failed", "failed"]
+    for state in pair.states():
+        assert "did not load" in state["poisoned"]["found"]
+        assert (state["step"], state["state"]) == (None, None)
+
+
+def test_sums_that_fail_on_one_rank_after_the_loader(pair: Ranks) -> None:
+    for toy in pair.toys:
+        toy.loads = True
+    pair.stage()
+    pair.seal()
+    pair.toys[0].breaks.add("sums")
+    assert pair.commit() == ["failed", "failed"]
+    assert all(state["poisoned"] for state in pair.states())
+
+
+@pytest.mark.parametrize("tags", [("weights", "kv_cache"), ("weights",)])
+def test_nothing_of_weights_that_sleep_is_read(pair: Ranks, tags: tuple[str, ...]) -> None:
+    pair.stage()
+    pair.seal()
+    for rank in pair.ranks:
+        rank.asleep = lambda: tags
+    before = [list(toy.calls) for toy in pair.toys]
+    acts: list[Callable[[Serving], None]] = [
+        lambda rank: rank.audit(),
+        lambda rank: rank.identify({}),
+        lambda rank: rank.stage(make_request("v")),
+        lambda rank: rank.commit("u"),
+    ]
+    for act in acts:
+        for state in pair.each(act):
+            assert (state["error"]["kind"], state["asleep"]) == ("Transient", list(tags))
+    assert [toy.calls for toy in pair.toys] == before
+    assert phases(pair.states()) == ["refused", "refused"]
+    for rank in pair.ranks:
+        rank.asleep = lambda: ("kv_cache",)
+    pair.each(lambda rank: rank.discard("u"))
+    assert phases(pair.stage("w")) == ["staged", "staged"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -586,7 +771,8 @@ def test_why_the_identification_failed_is_told_until_it_succeeds() -> None:
 def test_the_step_of_a_known_state_may_be_learned_later() -> None:
     server = Ranks(1)
     server.each(lambda rank: rank.identify(None))
-    assert server.until(lambda state: state["identity"] == "known")[0]["step"] is None
+    server.until(lambda state: state["identity"] == "known")
+    assert server.each(lambda rank: rank.record_map())[0]["step"] is None
     assert server.each(lambda rank: rank.identify({hex_of(1): 41}))[0]["step"] == 41
     assert server.toys[0].calls.count("identify") == 1
 

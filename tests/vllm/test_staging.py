@@ -20,7 +20,7 @@ from deltactl.core.delta import Delta, open_delta
 from deltactl.core.encoding import ENCODINGS
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unsupported
 from deltactl.core.identity import state_of
-from deltactl.vllm import live, stretches
+from deltactl.vllm import live, stretches, totals
 from deltactl.vllm.staging import Staged, needs_base, stage, stage_full
 from tests.support import lies
 from tests.support.adversarial import small_blocks, special_bits, unsigned
@@ -180,13 +180,13 @@ def test_of_a_tensor_carried_whole_the_sums_are_over_all_of_it(tmp_path: Path) -
     found = [staged(rank, deltas) for rank in ranks]
     total = sum(one.sums.values for one in found)
     for name in states[0]:
-        then = sum(live.owned_sums(rank.map)[name] for rank in ranks)
+        then = sum(totals.owned_sums(rank.map)[name] for rank in ranks)
         for row, values in zip(found[0].sums.rows, total, strict=True):
             if row.record.name == name:
                 then += int(values[1]) - int(values[0])
         for rank in ranks:
             rank.load(states[-1])
-        now = sum(live.owned_sums(rank.map)[name] for rank in ranks)
+        now = sum(totals.owned_sums(rank.map)[name] for rank in ranks)
         for rank in ranks:
             rank.load(states[0])
         assert (now - then) % (1 << 64) == 0

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from deltactl.core.bits import touch_sum
-from deltactl.vllm import live, weight_map
+from deltactl.vllm import live, totals, weight_map
 from deltactl.vllm.ownership import owners
 from deltactl.vllm.regions import TensorSpec
 from deltactl.vllm.weight_map import WeightMap, record
@@ -135,7 +135,7 @@ def _check_sums(maps: list[WeightMap], tensors: dict[str, Tensor]) -> None:
         name: touch_sum(np.arange(tensor.numel()), elements_of(tensor))
         for name, tensor in tensors.items()
     }
-    sums = [live.owned_sums(found) for found in maps]
+    sums = [totals.owned_sums(found) for found in maps]
     for name in {name for found in maps for name in found.tensors}:
         assert sum(found.get(name, 0) for found in sums) % (1 << 64) == whole[name], name
     for found in maps:

@@ -19,6 +19,7 @@ from deltactl.vllm.work import ModelWork
 
 KEYS = {
     "deltactl", "protocol", "rank", "world_size", "dtype", "model", "backend", "session", "call",
+    "doubt", "asleep",
     "identity", "step", "state", "bucket", "poisoned", "error", "update", "map", "audit",
     "server", "draft",
 }  # fmt: skip
@@ -37,7 +38,7 @@ class Worker(WorkerExtension):
 
 
 def serving(refusal: Unsupported | None = None) -> Serving:
-    work = ModelWork(nn.Linear(2, 2), lambda: Path("/nowhere"), 1, 0)
+    work = ModelWork(nn.Linear(2, 2), lambda: Path("/nowhere"), 1)
     return Serving(work, Alone(), refusal)
 
 

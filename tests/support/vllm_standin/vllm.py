@@ -36,12 +36,22 @@ class Refused(Exception):
 
 class Vllm:
     """One server's state. ``plugin``: with deltactl's backend and extension; ``dev``: development
-    mode. ``served``: the states that requests were answered from, in order."""
+    mode; ``dummy``: with weights that are not the directory's. ``served``: the states that requests
+    were answered from, in order."""
 
     def __init__(
-        self, model: Path, scratch: Path, *, ranks: int = 1, dev: bool = True, plugin: bool = True
+        self,
+        model: Path,
+        scratch: Path,
+        *,
+        ranks: int = 1,
+        dev: bool = True,
+        plugin: bool = True,
+        dummy: bool = False,
     ) -> None:
         self.workers = Workers(model, ranks, scratch)
+        if dummy:
+            self.workers.overwrite(lambda bits: bits ^ 0x15)
         self.dev, self.plugin, self.version = dev, plugin, "0.32.0"
         self.extension: str | None = "deltactl.vllm.WorkerExtension" if plugin else None
         self.key: str | None = None
@@ -120,7 +130,7 @@ class Vllm:
         ranks = self.workers.ranks
         try:
             if method == "reload_weights":
-                self._reload(Path(arguments["weights_path"]))
+                self._reload(Path(arguments.get("weights_path", self.workers.model)))
                 return [(True, None)] * ranks
             if method.startswith("deltactl_") and self.extension is not None:
                 found = self.workers.call(method, arguments, self.session)
@@ -184,6 +194,27 @@ class Vllm:
             self._prefixes.clear()
         return {"status": "paused"}
 
+    def _sleep(self, query: Body, body: Body) -> Any:
+        level = int(query.get("level", 1))
+        self.paused = True
+        self._prefixes.clear()
+        if level:
+            self.workers.sleep(level)
+        return {"status": "sleeping", "level": level}
+
+    def _wake(self, query: Body, body: Body) -> Any:
+        """Runs again only once all is awake."""
+        tags = [query["tags"]] if "tags" in query else ["weights", "kv_cache"]
+        self.workers.wake(tags)
+        if not self.workers.asleep:
+            self._resume(query, body)
+        return {"status": "sleeping" if self.workers.asleep else "awake", "tags": tags}
+
+    def _check_weights(self, query: Body, body: Body) -> Any:
+        assert body["action"] == "reset"
+        self.workers.overwrite(lambda bits: 0 * bits)
+        return {"success": True}
+
     def _resume(self, query: Body, body: Body) -> Any:
         self.resumed_on.append((self.live, self.label))
         with self._running:
@@ -228,6 +259,10 @@ _ROUTES: dict[tuple[str, str], _Route] = {
     ("GET", "/server_info"): Vllm._info,
     ("POST", "/pause"): Vllm._pause,
     ("POST", "/resume"): Vllm._resume,
+    ("POST", "/sleep"): Vllm._sleep,
+    ("POST", "/wake_up"): Vllm._wake,
+    ("POST", "/weight_checker"): Vllm._check_weights,
+    ("GET", "/is_sleeping"): lambda v, q, b: {"is_sleeping": v.paused or bool(v.workers.asleep)},
     ("POST", "/start_weight_update"): Vllm._start,
     ("POST", "/update_weights"): Vllm._update,
     ("POST", "/finish_weight_update"): Vllm._finish,

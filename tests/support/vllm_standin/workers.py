@@ -12,7 +12,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
+from deltactl.core.errors import (
+    Conflict,
+    DeltactlError,
+    Malformed,
+    NotFound,
+    Transient,
+    UsageError,
+)
 from tests.support.vllm_standin import weights
 from tests.support.vllm_standin.weights import Staged
 
@@ -38,14 +45,19 @@ class Workers:
     def __init__(self, model: Path, ranks: int, scratch: Path) -> None:
         self.model, self.ranks, self.scratch = model, ranks, scratch
         self.tensors = weights.load(model)
-        self.dtype, self.protocol = "bfloat16", 1
+        self.dtype, self.protocol = "bfloat16", 2
         self.rank_says: dict[int, dict[str, Any]] = {}
         self.before_staged: Callable[[], object] | None = None
         self.write_fails = self.roll_back_fails = False
         self.answers_badly: DeltactlError | None = None
         self.unaudited: list[str] = []
         self.identity, self.step, self.state = "unknown", None, None
-        self.sums: dict[str, int] = {}
+        self.sums: dict[str, int] = {}  # of what is taken for live
+        self.first: tuple[str, dict[str, int]] | None = None  # the directory's state and sums
+        self.steps: dict[str, int] = {}
+        self.doubt: DeltactlError | None = None
+        self.asleep: list[str] = []
+        self.level = 0  # of the sleep
         self.map: dict[str, Any] | None = None
         self.update: dict[str, Any] | None = None
         self.staged: Staged | None = None
@@ -99,6 +111,8 @@ class Workers:
             "state": self.state,
             "bucket": None,
             "poisoned": facts(self.poisoned),
+            "doubt": facts(self.doubt),
+            "asleep": self.asleep,
             "error": facts(self.error),
             "update": update,
             "session": session,
@@ -115,6 +129,8 @@ class Workers:
         return {"tensors": {n: [t.dtype, list(t.shape)] for n, t in self.tensors.items()}}
 
     def _deltactl_identify(self, bucket_states: Mapping[str, int]) -> None:
+        self._check_awake()
+        self.steps |= bucket_states
         if self.identity == "known":
             self.step = bucket_states.get(str(self.state), self.step)
         elif self.identity != "running":
@@ -128,18 +144,68 @@ class Workers:
             self.identity, self.state, self.step = "known", state, steps.get(state)
             for name, live in found.items():
                 self.sums[name] = weights.part_sum(live.bits, slice(0, live.bits.size))
+            self.first = state, dict(self.sums)
 
     def _deltactl_map(self) -> None:
-        self.map = {"tensors": len(self.tensors), "unmapped": {}, "ignored": []}
+        self._check_awake()
+        if self.identity != "known":
+            raise UsageError("the state is not known on all ranks")
+        if self.map is None:
+            self.map = {"tensors": len(self.tensors), "unmapped": {}, "ignored": []}
+            self._conclude()
+
+    def _conclude(self) -> list[str]:
+        """Which of two states is live: the one that is taken for so, or the directory's."""
+        found = {}
+        for name, live in self.tensors.items():
+            parts = [weights.part(live.bits.size, rank, self.ranks) for rank in range(self.ranks)]
+            total = sum(weights.part_sum(live.bits, which) for which in parts)
+            found[name] = total % (1 << 64)
+        compared = [name for name in found if name not in self.unaudited]
+        differing = [name for name in compared if found[name] != self.sums.get(name)]
+        if not differing:
+            self.doubt = None
+        elif self.first is not None and found == self.first[1]:
+            self.state, self.sums, self.doubt = self.first[0], dict(found), None
+            self.step = self.steps.get(self.state)
+        else:
+            which = "the model directory holds" if self.step is None else f"step {self.step} has"
+            what, count = f"the live weights are not what {which}", f"{len(differing)} differ"
+            self.doubt = self.doubt or Malformed(what, tensor=differing[0], found=count)
+            self.state = self.step = None
+        return differing
+
+    def _check_awake(self) -> None:
+        if "weights" in self.asleep:
+            raise Transient("the server sleeps")
+
+    def sleep(self, level: int) -> None:
+        """As /sleep: at level 2 the weights are lost, which shows once they are woken."""
+        self.level, self.asleep = max(level, self.level), ["weights", "kv_cache"]
+
+    def wake(self, tags: list[str]) -> None:
+        """As /wake_up. Memory that was lost holds anything."""
+        if "weights" in tags and "weights" in self.asleep and self.level == 2:
+            self.overwrite(lambda bits: bits ^ 0x2A)
+        self.asleep = [tag for tag in self.asleep if tag not in tags]
+        self.level = self.level if self.asleep else 0
+
+    def overwrite(self, change: Callable[[Any], Any]) -> None:
+        """Other weights, of which nobody is told, as by /weight_checker's reset."""
+        for live in self.tensors.values():
+            live.bits[:] = change(live.bits)
 
     def _deltactl_stage(self, update: Mapping[str, Any]) -> None:
         if self.update is not None and self.update["phase"] in STEADY:
             raise Conflict("another update is under way")
+        self._check_awake()
         if self.map is None:
             raise UsageError("the weight map has not been recorded")
         full = update["full"]
         if not full and self.poisoned is not None:
             raise Conflict("only a full update can be loaded")
+        if not full and self.doubt is not None:
+            raise self.doubt
         if not full and self.state not in (update["from_state"], update["to_state"]):
             raise Conflict("the update stands on another state than the one served")
         self.update = {
@@ -245,6 +311,7 @@ class Workers:
             for name, live in self.tensors.items():
                 self.sums[name] = weights.part_sum(live.bits, slice(0, live.bits.size))
         update["phase"], self.poisoned, self.identity = "committed", None, "known"
+        self.doubt = None
         self.step, self.state = request["to_step"], request["to_state"]
 
     def _deltactl_discard(self, id: str) -> None:
@@ -258,17 +325,13 @@ class Workers:
         self.update = self.staged = None
 
     def _deltactl_audit(self) -> None:
+        self._check_awake()
         if self.identity != "known" or self.map is None:
             raise UsageError("nothing to audit against")
         self.audit = {"phase": "running", "checked": 0, "differing": [], "unaudited": []}
 
     def _deltactl_audit_seal(self) -> None:
-        differing = []
-        for name, live in self.tensors.items():
-            parts = [weights.part(live.bits.size, rank, self.ranks) for rank in range(self.ranks)]
-            total = sum(weights.part_sum(live.bits, which) for which in parts) % (1 << 64)
-            if total != self.sums[name] and name not in self.unaudited:
-                differing.append(name)
+        differing = self._conclude()
         self.audit = {
             "phase": "done",
             "checked": len(self.tensors) - len(self.unaudited),

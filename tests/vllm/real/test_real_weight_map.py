@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from deltactl.core.bits import touch_sum
-from deltactl.vllm import live
+from deltactl.vllm import live, totals
 from deltactl.vllm.ownership import owners
 from deltactl.vllm.regions import TensorSpec
 from deltactl.vllm.weight_map import WeightMap, record
@@ -105,9 +105,10 @@ def test_a_patched_model_is_the_one_that_loads_the_patched_checkpoint(
         found = record(model, specs_of(base))
         assert not found.unmapped
         assert runtime(model) == before
-        taken = live.keep_proven(found, live.owned_sums(found), sums_of(base))
+        found.prove(totals.owned_sums(found), sums_of(base))
         # The CPU's kernel for experts has them in an order of its own.
-        assert set(taken) == {name for name in tensors_of(base) if EXPERTS in name}
+        assert found.unproven == {name for name in tensors_of(base) if EXPERTS in name}
+        found.leave_unproven()
         assert patch(found, base, patched) > 100
         now = runtime(model)
     with loaded(patched) as fresh:
@@ -125,7 +126,8 @@ def test_experts_are_mapped_as_the_loader_lays_them(
     base, patched = models[kind]
     with loaded(base, processed=False) as model:
         found = record(model, specs_of(base))
-        assert not live.keep_proven(found, live.owned_sums(found), sums_of(base))
+        found.prove(totals.owned_sums(found), sums_of(base))
+        assert not found.unproven
         patch(found, base, patched)
         now = runtime(model)
     with loaded(patched, processed=False) as fresh:
@@ -146,7 +148,7 @@ def test_each_rank_of_two_is_patched_to_what_it_loads(
     sums: dict[str, int] = {}
     for rank, (_, found) in enumerate(ranks):
         found.settle(agreed, rank)
-        for name, one in live.owned_sums(found).items():
+        for name, one in totals.owned_sums(found).items():
             sums[name] = (sums.get(name, 0) + one) % (1 << 64)
     assert sums == sums_of(base)
     expected = []
