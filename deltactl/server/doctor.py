@@ -161,12 +161,21 @@ def _weights(engine: Engine) -> Iterator[Finding]:
 
 
 def _map(engine: Engine) -> Iterator[Finding]:
-    if engine.unmapped:
+    if engine.refused:
         yield Finding(
             "warn",
             "map",
-            f"{len(engine.unmapped)} of {engine.tensors} tensors are not written element by "
-            f"element, but by vLLM's own loader, which takes longer: {_listed(engine.unmapped)}",
+            f"{len(engine.refused)} of {engine.tensors} tensors cannot be loaded, and steps that "
+            f"change them are refused, as no reload of such a layer was proven: "
+            f"{_listed(engine.refused)}",
+        )
+    reloaded = {name: why for name, why in engine.unmapped.items() if name not in engine.refused}
+    if reloaded:
+        yield Finding(
+            "warn",
+            "map",
+            f"{len(reloaded)} of {engine.tensors} tensors are not written element by element, but "
+            f"by vLLM's own loader, which takes longer: {_listed(reloaded)}",
         )
 
 

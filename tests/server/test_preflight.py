@@ -218,6 +218,11 @@ def test_tensors_that_take_longer_are_named(start: Start) -> None:
     assert "8 of 10 tensors" in finding.what
     assert "tensor0 (transposed)" in finding.what
     assert finding.what.endswith("and 3 more")
+    refused = dict(list(unmapped.items())[:6])
+    server.vllm.workers.map["refused"] = refused
+    first, second = (finding for finding in examine(server.url) if finding.check == "map")
+    assert first.what.startswith("6 of 10 tensors cannot be loaded")
+    assert second.what.startswith("2 of 10 tensors are not written")
 
 
 # What a step has, and the server has not: apply, apply -n and the doctor say the same.

@@ -34,6 +34,24 @@ def told(bucket: str, url: str) -> list[tuple[str, str | None, int]]:
     return found
 
 
+def test_a_float32_server_of_a_bfloat16_chain(tmp_path: Path, vllm_scratch: Path) -> None:
+    chain = make_chain(tmp_path, "qwen3")
+    options = ("--weight-transfer-config", BACKEND, "--dtype", "float32")
+    with run_vllm_server(chain.checkpoints[1], vllm_scratch, options=options) as server:
+        (doctor, dry, real) = told(chain.bucket, server.url)
+        assert (doctor[2], dry[2], real[2]) == (1, 11, 11)
+        assert doctor[:2] == dry[:2] == real[:2]
+        assert "no bit is equal; expected bfloat16, found float32" in doctor[0]
+        assert doctor[1] == "start vLLM with --dtype bfloat16"
+        ran = command("doctor", "--server", server.url)
+        rows = json.loads(ran.stdout)["servers"][0]["findings"]
+        assert (ran.exit_code, rows[-1]["what"]) == (1, doctor[0])
+        ran = command("verify", chain.bucket, "--server", server.url)
+        (row,) = json.loads(ran.stdout)["replicas"]
+        assert (ran.exit_code, row["error"]["found"], row["unaudited"]) == (11, "float32", [])
+        assert ran.stderr == f"error: {doctor[0]}\nhint: {doctor[1]}\n"
+
+
 @pytest.mark.parametrize("vllm_setup", SETUPS[:1], ids=str, indirect=True, scope="session")
 def test_another_model_s_chain(vllm_client: Client, tmp_path: Path) -> None:
     """Llama has no norms of queries and keys; all its other tensors are alike."""
@@ -56,21 +74,3 @@ def test_the_server_s_own_chain(vllm_client: Client, vllm_chain: ModelChain) -> 
     assert (document["ok"], document["step"]) == (True, 3)
     rows = {row["check"]: row for row in document["servers"][0]["findings"]}
     assert rows["step"]["what"] == "step 3 can be loaded from step 1: 2 deltas"
-
-
-def test_a_float32_server_of_a_bfloat16_chain(tmp_path: Path, vllm_scratch: Path) -> None:
-    chain = make_chain(tmp_path, "qwen3")
-    options = ("--weight-transfer-config", BACKEND, "--dtype", "float32")
-    with run_vllm_server(chain.checkpoints[1], vllm_scratch, options=options) as server:
-        (doctor, dry, real) = told(chain.bucket, server.url)
-        assert (doctor[2], dry[2], real[2]) == (1, 11, 11)
-        assert doctor[:2] == dry[:2] == real[:2]
-        assert "no bit is equal; expected bfloat16, found float32" in doctor[0]
-        assert doctor[1] == "start vLLM with --dtype bfloat16"
-        ran = command("doctor", "--server", server.url)
-        rows = json.loads(ran.stdout)["servers"][0]["findings"]
-        assert (ran.exit_code, rows[-1]["what"]) == (1, doctor[0])
-        ran = command("verify", chain.bucket, "--server", server.url)
-        (row,) = json.loads(ran.stdout)["replicas"]
-        assert (ran.exit_code, row["error"]["found"], row["unaudited"]) == (11, "float32", [])
-        assert ran.stderr == f"error: {doctor[0]}\nhint: {doctor[1]}\n"
