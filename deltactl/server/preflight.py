@@ -189,7 +189,7 @@ def draft_notes(engine: Engine) -> list[str]:
     if draft is None or draft.get("method") in WITHOUT_WEIGHTS:
         return []
     what = f"the draft of its speculative decoding ({draft.get('method')}, {draft.get('model')})"
-    return [f"{what} is not updated: it guesses as before, so that less and less of it is accepted"]
+    return [f"{what} is not updated: fewer and fewer of its tokens are accepted"]
 
 
 def ready_for(server: Server, goal: Goal) -> Engine:

@@ -24,7 +24,8 @@ from tests.support.supervised import children_of
 from tests.support.vllm_chain import TIP, ModelChain, copy_chain, make_chain
 from tests.support.vllm_client import LIMIT, Client, phases
 from tests.support.vllm_fixtures import Setup, start
-from tests.support.vllm_server import Refused, VllmServer
+from tests.support.vllm_models import write_model
+from tests.support.vllm_server import BACKEND, Refused, VllmServer, run_vllm_server
 
 
 def test_a_worker_that_is_killed_in_the_pause(tmp_path: Path, vllm_scratch: Path) -> None:
@@ -159,11 +160,20 @@ def test_a_server_that_is_killed_under_an_apply(
 
 def test_an_engine_that_is_killed_in_the_pause(tmp_path: Path, vllm_scratch: Path) -> None:
     """Requests that are open are never answered, and vLLM closes its port behind them. It is told
-    in seconds, long before the timeout, of which nothing is left to wait for."""
-    setup = Setup("qwen3", 1, True)
-    chain = make_chain(tmp_path, setup.kind)
-    target = f"{chain.bucket}@3"
-    with start(setup, chain, 1, vllm_scratch) as server:
+    in seconds, long before the timeout, of which nothing is left to wait for.
+
+    It has a draft, which is told of before.
+    """
+    chain = make_chain(tmp_path, "qwen3")
+    target, draft = f"{chain.bucket}@3", write_model(tmp_path / "draft", "qwen3", seed=1)
+    guesses = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    options = ("--weight-transfer-config", BACKEND, "--speculative-config", json.dumps(guesses))
+    with run_vllm_server(chain.checkpoints[1], vllm_scratch, options=options) as server:
+        note = f"draft of its speculative decoding (draft_model, {draft}) is not updated"
+        for words in (["apply", f"{chain.bucket}@2"], ["verify", chain.bucket], ["doctor"]):
+            ran = CliRunner().invoke(app, [*words, "--server", server.url])
+            assert (ran.exit_code, note in ran.stdout) == (0, True), ran.output
+        assert server.generate([[1, 2, 3]], 8)
 
         def kill_engine() -> None:
             (engine,) = [pid for pid, name in server.processes().items() if "EngineCore" in name]
