@@ -96,7 +96,7 @@ def _to_goal(url: str, job: Job, together: Together, met: Met) -> Replica:
         try:
             engine = ready_for(server, job.goal)
             met.meet(engine.server, url)
-            report.notes += draft_notes(engine)
+            report.notes += draft_notes(engine.draft)
             drive = Drive(server, job, report, together.of(url))
             drive.plan() if job.options.dry_run else drive.run()
         finally:

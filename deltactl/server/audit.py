@@ -129,7 +129,7 @@ def _audit(
     report.paused = check_routes(server)
     engine = check_plugin(server)
     met.meet(engine.server, server.url)
-    report.notes += draft_notes(engine)
+    report.notes += draft_notes(engine.draft)
     check_dtype(engine, specs_at(chain, chain.tip if step is None else step), server.url)
     states = {state: at for at in chain.steps if (state := chain.state_at(at)) is not None}
     check_awake(engine, server.url)

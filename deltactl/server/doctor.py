@@ -95,7 +95,7 @@ def _findings(server: Server, goal: Goal | None, met: Met) -> Iterator[Finding]:
     yield from _weights(engine)
     yield from _map(engine)
     if goal is None:  # else it is told already
-        yield from (Finding("warn", "draft", note) for note in draft_notes(engine))
+        yield from (Finding("warn", "draft", note) for note in draft_notes(engine.draft))
     yield from _at_rest(engine, paused, server)
 
 

@@ -182,11 +182,11 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Ways in which vLLM guesses tokens by what has been said before."""
 
 
-def draft_notes(engine: Engine) -> list[str]:
-    """What is to be told of a second model that guesses tokens. What it guesses is checked by the
-    first: answers are right all the same, and come less quickly the older it is."""
-    draft = engine.draft
-    if draft is None or draft.get("method") in WITHOUT_WEIGHTS:
+def draft_notes(draft: object) -> list[str]:
+    """What is to be told of a second model that guesses tokens; ``draft``: vLLM's
+    ``speculative_config``. What it guesses is checked by the first: answers are right all the same,
+    and come less quickly the older it is."""
+    if not isinstance(draft, Mapping) or draft.get("method") in WITHOUT_WEIGHTS:
         return []
     what = f"the draft of its speculative decoding ({draft.get('method')}, {draft.get('model')})"
     return [f"{what} is not updated: fewer and fewer of its tokens are accepted"]

@@ -27,11 +27,11 @@ from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import PullReport, check_apart, materialize, wanted_step
 from deltactl.core.store import Bucket
 from deltactl.server.apply import Applied
-from deltactl.server.fleet import as_error, side_by_side, urls_of
+from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
 from deltactl.server.goal import check_forward
 from deltactl.server.layouts import check_layout
 from deltactl.server.model import Specs, check_model, specs_at
-from deltactl.server.preflight import BACKEND, check_routes, check_version
+from deltactl.server.preflight import BACKEND, check_routes, check_version, draft_notes
 from deltactl.server.report import Replica
 from deltactl.server.routes import Server
 from deltactl.server.update import DEFAULTS, Options
@@ -90,10 +90,10 @@ def reload_servers(
         left = [url for url in urls if reports[url].error is None]
         return side_by_side(one, left, stop, on_interrupt)[1]
 
-    tensors = specs_at(chain, aim)
+    tensors, met = specs_at(chain, aim), Met()
 
     def look(reload: _Reload) -> None:
-        reload.look(tensors)
+        reload.look(tensors, met)
         if step is None:
             check_forward(chain, wanted_step(chain, None), reload.labelled)
 
@@ -121,7 +121,7 @@ class _Reload:
         self._server, self._report, self._options = server, report, options
         self._again = f"deltactl apply {target} --server {server.url}"
 
-    def look(self, tensors: Specs) -> None:
+    def look(self, tensors: Specs, met: Met) -> None:
         """Raise what stands between the server and a reload of a checkpoint of these tensors."""
         server = self._server
         check_version(server)
@@ -131,6 +131,9 @@ class _Reload:
         if isinstance(transfer, dict) and transfer.get("backend") == BACKEND:
             what = "the server runs deltactl's plugin, which would not know of a reload"
             raise UsageError(what, file=server.url, hint="leave out --via reload")
+        identity = configuration.get("instance_id")
+        met.meet(identity if isinstance(identity, str) else None, server.url)
+        self._report.notes += draft_notes(configuration.get("speculative_config"))
         check_model(configuration, tensors, server.url)
         self._check_layout(_model_of(configuration))
         if not self._report.paused:

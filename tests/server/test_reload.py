@@ -73,6 +73,19 @@ def test_nobody_is_taken_back_but_to_a_step_that_is_named(
     assert_serves(server, steps, 4)
 
 
+def test_one_server_under_two_names_and_a_draft(start: Start, steps: Steps, place: Path) -> None:
+    server = start(plugin=False)
+    server.vllm.workers.draft = {"method": "eagle3", "model": "small"}
+    names = [server.url, server.url.replace("127.0.0.1", "localhost")]
+    reports = reload_servers(steps.bucket, 3, names, place, QUICK).replicas
+    (error,) = [report.error for report in reports if report.error is not None]
+    assert (type(error), error.what) == (UsageError, "this is the same server")
+    (sound,) = [report for report in reports if report.error is None]
+    assert "(eagle3, small) is not updated" in sound.notes[0]
+    assert_serves(server, steps, 3)
+    assert server.requests.count("/pause") == 1
+
+
 def test_a_server_with_the_plugin_is_left_alone(start: Start, steps: Steps, place: Path) -> None:
     server = start()
     report = reload(steps, 3, server, place)

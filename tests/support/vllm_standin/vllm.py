@@ -172,6 +172,8 @@ class Vllm:
         return {
             "vllm_config": {
                 "weight_transfer_config": backend,
+                "instance_id": self.workers.server,
+                "speculative_config": self.workers.draft,
                 "model_config": {
                     "dtype": f"torch.{self.workers.dtype}",
                     "model": str(self.workers.model),
