@@ -114,9 +114,10 @@ def push(
     lacks more than half of the tip's tensors, or has some under the names that torch.compile,
     DistributedDataParallel or PEFT give them; in which more than half of the tensors have another
     shape, or of the tensors or their elements another dtype; or in which one has lost all its
-    elements, or has some where there were none. So is an adapter, or a checkpoint of empty tensors,
-    as the first step. With --allow-other-model it is pushed all the same, as an anchor with its own
-    config. Smaller changes, such as a new head, are pushed and warned of.
+    elements, or has some where there were none. So is one shard of several, and as the first step
+    an adapter, or a checkpoint of empty tensors. With --allow-other-model it is pushed all the
+    same, as an anchor with its own config. Smaller changes, such as a new head, are pushed and
+    warned of.
     """
     screen = output(ctx, json=json, quiet=quiet)
     rate = bandwidth_of(encoding, bandwidth)

@@ -49,11 +49,13 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A checkpoint as the gate sees it. ``is_adapter``: it says that it is one, and no model."""
+    """A checkpoint as the gate sees it. ``is_adapter``: it says that it is one, and no model;
+    ``part``: what of a model it is by its name, where that is not all."""
 
     tensors: Mapping[str, Described]
     architecture: Architecture = field(default_factory=Architecture)
     is_adapter: bool = False
+    part: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +79,10 @@ def check_same_model(
     """Raise Conflict where ``new`` is another model than ``chain``, the tip; with ``allow`` tell.
 
     It is another where the configs name other architectures; where more than half of the chain's
-    tensors are gone, or some are there under a wrapper's names; where more than half of the tensors
-    that both have are of another shape, or more than half of them or of their elements of another
-    dtype; and where any loses all its elements, or had none and has some. Less than that, such as a
-    new head, is noted.
+    tensors are gone, or some are there under a wrapper's names, or it is a shard alone and any are;
+    where more than half of the tensors that both have are of another shape, or more than half of
+    them or of their elements of another dtype; and where any loses all its elements, or had none
+    and has some. Less than that, such as a new head, is noted.
 
     ``file``: what is to enter; ``step``: the tip; ``way``: the hint's end, on what to do where it
     is meant.
@@ -103,12 +105,14 @@ def check_first(
     new: Model, *, way: str, file: object = None, allow: bool = False
 ) -> tuple[str, ...]:
     """What to say of a chain's first checkpoint. Raises Conflict, unless ``allow``, for an adapter
-    without its model, and where most tensors have no elements."""
+    without its model, a shard alone, and where most tensors have no elements."""
     empty = [name for name, tensor in new.tensors.items() if not prod(tensor.shape)]
     notes = []
     found = None
     if _is_adapter(new):
         found, fix = "a LoRA adapter, and not the model it belongs to", ADAPTER_FIX
+    elif new.part is not None:
+        found, fix = new.part, _WHOLE
     elif 2 * len(empty) > len(new.tensors):
         found, fix = f"{len(empty)} of {len(new.tensors)} tensors have no elements", _GATHER
     if found is not None and not allow:
@@ -126,6 +130,7 @@ def check_first(
     return tuple(notes)
 
 
+_WHOLE = "name the directory with all shards and their index"
 _GATHER = (
     "DeepSpeed ZeRO-3 leaves such tensors where they are not gathered: set "
     "stage3_gather_16bit_weights_on_model_save, or run zero_to_fp32.py"
@@ -162,6 +167,8 @@ class _Change:
     def faults(self) -> list[str]:
         """What makes it another model."""
         found = []
+        if self._new.part is not None and self._gone:
+            found.append(f"it is {self._new.part}")
         if self._chain.architecture.differs(self._new.architecture):
             found.append(f"{self._chain.architecture} became {self._new.architecture}")
         total, both = len(self._chain.tensors), len(self._both)
@@ -189,6 +196,8 @@ class _Change:
 
     def likely(self) -> str | None:
         """What most likely happened, and what mends it."""
+        if self._new.part is not None:
+            return _WHOLE
         if _is_adapter(self._new):
             return f"this is a LoRA adapter: {ADAPTER_FIX}"
         wrapper = wrapper_of(self._wrapped) or wrapper_of(self._added)

@@ -19,6 +19,7 @@ from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError, NotFound
+from deltactl.core.hf_directory import shard_of_several
 from deltactl.core.reading import open_regular, parse_json
 from deltactl.core.rebuild import ADAPTER
 from deltactl.core.store import Bucket
@@ -58,7 +59,7 @@ def admit_delta(header: DeltaHeader, bucket: Bucket, chain: Chain) -> tuple[str,
 def model_of(checkpoint: Checkpoint) -> Model:
     """The model of an open checkpoint, by its tensors and the config beside them."""
     if not checkpoint.is_directory:
-        return Model(checkpoint.tensors)
+        return Model(checkpoint.tensors, part=shard_of_several(checkpoint.path.name))
     files = [Path(shard.file).stem for shard in checkpoint.shards]
     is_adapter = (checkpoint.path / ADAPTER_CONFIG).is_file() and files == [Path(ADAPTER).stem]
     return Model(checkpoint.tensors, read_architecture(checkpoint.path / CONFIG), is_adapter)

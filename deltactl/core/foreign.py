@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from deltactl.core.bits import Bytes
 from deltactl.core.delta_header import says_delta
 from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.errors import DeltactlError, NotFound, Unsupported, listed
+from deltactl.core.model_names import ADAPTER_FIX
 from deltactl.core.reading import open_regular, parse_json, read_index
 from deltactl.core.safetensors_io import Header
 
@@ -25,6 +27,8 @@ TRAINER_STATE = re.compile(
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _HEX = re.compile(r"[0-9a-f]{8,64}")
 _LOOKED_AT = 64  # tensors whose first bytes are looked at: of a delta all are frames
+_MAX_CONTENTS = 1 << 22  # bytes of a zip archive's list, which takes some ten times that in memory
+_END_RECORD = 22 + (1 << 16)  # bytes: a zip archive's last record, and the longest comment
 _XOR_FAMILY = "a delta as slime, SGLang and ModelExpress write"
 _FULL = "name the checkpoint that these deltas were applied to, or a full version"
 
@@ -114,6 +118,8 @@ def no_weights(directory: Path, names: Sequence[str], expected: str) -> Deltactl
     if found := inside(r".*\.(gguf|h5|msgpack|onnx|npz|tflite)"):
         what = f"weights in another format, {found}"
         return unsupported(what, "take the model's safetensors, or save it with save_pretrained")
+    if "adapter_model.bin" in names:
+        return unsupported("a LoRA adapter in a PyTorch file, and no model", ADAPTER_FIX)
     hint = f"ls {directory}"
     if "snapshots" in names and "blobs" in names:
         hint = f"name one of {directory}/snapshots"
@@ -145,10 +151,16 @@ def check_torch_name(path: Path) -> None:
 
 
 def check_zip(path: Path) -> None:
-    """Raise Unsupported for a zip archive that is none of PyTorch's; a torn one is let through."""
+    """Raise Unsupported for a zip archive that is none of PyTorch's.
+
+    One that is torn, or has a list of contents too long to be read for this, is let through.
+    """
     try:
-        with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            names = archive.namelist()
+        with open_regular(path) as file:
+            if _contents_bytes(file) > _MAX_CONTENTS:
+                return
+            with zipfile.ZipFile(file) as archive:
+                names = archive.namelist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return
     if any(name.endswith("data.pkl") for name in names):
@@ -156,4 +168,14 @@ def check_zip(path: Path) -> None:
     is_numpy = bool(names) and all(name.endswith(".npy") for name in names)
     what = "a NumPy archive" if is_numpy else "a zip archive"
     hint = "take the model's safetensors" if is_numpy else "unpack it, and name what is inside"
-    raise Unsupported(f"{what}, and no checkpoint", file=path, found=listed(names), hint=hint)
+    shown = listed([name[:80] for name in names])
+    raise Unsupported(f"{what}, and no checkpoint", file=path, found=shown, hint=hint)
+
+
+def _contents_bytes(file: BinaryIO) -> int:
+    """How long a zip archive's list of contents is, by the record at its end."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _END_RECORD))
+    end = file.read(_END_RECORD)
+    at = end.rfind(b"PK\x05\x06")
+    return int.from_bytes(end[at + 12 : at + 16], "little") if at >= 0 else _MAX_CONTENTS + 1

@@ -85,11 +85,16 @@ def _main(names: Iterable[str]) -> list[str]:
     return [name for name in found if not name.startswith("consolidated")] or found
 
 
+def shard_of_several(name: str) -> str | None:
+    """What a file is that by its name is one shard of several, in words; None for another."""
+    part = re.search(r"-(\d+)-of-(\d+)\.(?:safetensors|bin)$", name)
+    return f"one shard of {int(part[2])}" if part and int(part[2]) != 1 else None
+
+
 def _complete(directory: Path, name: str) -> str:
-    part = re.search(r"-(\d+)-of-(\d+)\.safetensors$", name)
-    if part and int(part[2]) != 1:
+    if (part := shard_of_several(name)) is not None:
         raise Malformed(
-            f"one shard of {int(part[2])}, without the others and their index",
+            f"{part}, without the others and their index",
             file=directory / name,
             expected=_STANDARD[0] + _INDEX,
             hint="copy or download the whole checkpoint",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from deltactl.core.chain import read_chain
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.delta import open_delta
 from deltactl.core.errors import DeltactlError, Malformed, NotFound, Unsupported
+from deltactl.core.foreign import check_zip
 from deltactl.core.publish import push
 from deltactl.core.verify import verify_bucket
 from tests.support.chains import content, first_state, make_chain, next_state, write
@@ -140,3 +143,20 @@ def test_a_full_version_is_a_checkpoint(tmp_path: Path) -> None:
     (model / "metadata.json").write_text("{}")
     with open_checkpoint(model) as found:
         assert found.tensors.keys() == first_state().keys()
+
+
+def test_a_zip_archive_with_a_long_list_of_contents_is_not_read_for_its_name(
+    tmp_path: Path,
+) -> None:
+    """Such a list takes ten times its size in memory."""
+    path = tmp_path / "x.bin"
+    with zipfile.ZipFile(path, "w") as archive:
+        for n in range(50_000):
+            archive.writestr(f"{n:050d}", b"")
+    tracemalloc.start()
+    check_zip(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    with pytest.raises(Malformed, match="not a PyTorch file"):
+        open_checkpoint(path)

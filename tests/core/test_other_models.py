@@ -71,6 +71,7 @@ OTHERS = {
     "prefix": lambda path: model(path, {f"module.{n}": s for n, s in tensors().items()}),
     "emptied": lambda path: model(path, dict.fromkeys(tensors(), ("BF16", (0,), b""))),
     "adapter": adapter,
+    "shard": lambda path: model(path, tensors()) / "model-00002-of-00002.safetensors",
 }
 
 
@@ -190,7 +191,7 @@ def test_a_damaged_config_in_the_bucket_is_not_believed(
 # The first step.
 
 
-@pytest.mark.parametrize("other", ["adapter", "emptied"])
+@pytest.mark.parametrize("other", ["adapter", "emptied", "shard"])
 def test_what_is_no_whole_model_does_not_begin_a_chain(
     tmp_path: Path, bucket: LocalBucket, other: str
 ) -> None:
