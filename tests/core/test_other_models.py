@@ -11,6 +11,7 @@ import pytest
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import read_chain
 from deltactl.core.checkpoint import open_checkpoint
+from deltactl.core.copy import copy_chain
 from deltactl.core.destination import MARKER
 from deltactl.core.diff import diff
 from deltactl.core.errors import Conflict, Malformed
@@ -134,6 +135,33 @@ def test_the_chain_goes_on_with_the_other_model(tmp_path: Path, bucket: LocalBuc
     pull(bucket, tmp_path / "dest")
     assert holds(tmp_path / "dest", later)
     assert "qwen2" in (tmp_path / "dest/config.json").read_text()
+
+
+@pytest.mark.parametrize("from_step", [None, 1, 2])
+def test_a_chain_of_two_models_is_copied(
+    tmp_path: Path, bucket: LocalBucket, from_step: int | None
+) -> None:
+    push(model(tmp_path / "one", tensors()), bucket)
+    push(model(tmp_path / "two", tensors(width=24), "qwen2"), bucket, allow_other_model=True)
+    dest = LocalBucket(tmp_path / "copy")
+    assert copy_chain(bucket, dest, from_step=from_step).tip == 2
+    assert verify_bucket(dest, level="rebuild").ok
+    pull(dest, tmp_path / "dest")
+    assert holds(tmp_path / "dest", tensors(width=24))
+
+
+def test_a_step_back_before_the_model_changed(tmp_path: Path, bucket: LocalBucket) -> None:
+    push(model(tmp_path / "one", tensors()), bucket)
+    push(model(tmp_path / "two", tensors(width=24), "qwen2"), bucket, allow_other_model=True)
+    names = {}
+    for step in (1, 2, 1, 2):
+        pull(bucket, tmp_path / "dest", step=step)
+        found = content(tmp_path / "dest").keys()
+        assert names.setdefault(step, found) == found
+    assert {"llama.tokens"} < names[1]
+    assert {"qwen2.tokens"} < names[2]
+    assert "llama.tokens" not in names[2]
+    assert "qwen2.tokens" not in names[1]
 
 
 @pytest.mark.parametrize(
