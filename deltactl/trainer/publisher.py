@@ -16,6 +16,7 @@ from deltactl.core.store import Bucket
 from deltactl.trainer.account import Notify
 from deltactl.trainer.aux_files import Files, collect
 from deltactl.trainer.capture import Capturer
+from deltactl.trainer.gate import Gate
 from deltactl.trainer.line import Captured, Line
 from deltactl.trainer.live import Live, check_not_empty, check_view, live_tensors
 from deltactl.trainer.local_base import LocalBase
@@ -23,7 +24,7 @@ from deltactl.trainer.mirror import MEMORY, Mirror
 from deltactl.trainer.names import Names, Naming, unwrapped
 from deltactl.trainer.optimizers import Given
 from deltactl.trainer.put import check_writable, opened
-from deltactl.trainer.resume import begin, check_same_model
+from deltactl.trainer.resume import Begin, begin
 from deltactl.trainer.scratch import emptied, scratch_directory
 from deltactl.trainer.stepping import Stepping
 from deltactl.trainer.waiting import PATIENTLY, Waiting
@@ -85,6 +86,9 @@ class Publisher(Stepping[Line]):
     its own; of steps that are confirmed meanwhile it is only told the newest. What it raises is
     logged.
 
+    ``allow_other_model``: let another model follow on the chain's tip, with an anchor; else a chain
+    is of one model, see ``deltactl push``. Smaller changes, such as a new head, are logged.
+
     A publisher that is never closed is when the process ends: what was captured is put then, for up
     to a minute, and it is logged how many steps are not in the bucket.
 
@@ -111,6 +115,7 @@ class Publisher(Stepping[Line]):
         scratch: str | os.PathLike[str] | None = None,
         mirror: Literal["memory", "disk"] = MEMORY,
         notify: Notify | None = None,
+        allow_other_model: bool = False,
     ) -> None:
         encoding_named(encoding)
         check_view(dtype)
@@ -128,13 +133,16 @@ class Publisher(Stepping[Line]):
             held = Mirror(mirror, place)
             stack.callback(held.close)
             start = begin(to, place / "base", held)
-            check_same_model(held.tensors, _specs(live), to.url)
-            check_writable(to)
             aux = collect(self._model, files, dtype, place / "files")
+            self._gate = Gate(to.url, aux, allow=allow_other_model)
+            if self._gate.admit(start.model, start.step, live):
+                held.tensors.clear()
+                start = Begin(start.newest)
+            check_writable(to)
             base = LocalBase(place / "base", aux)
             self._newest = start.newest
-            if step is None and start.since is not None:
-                self._training = start.since.step
+            if step is None and start.step is not None:
+                self._training = start.step
             self._capturer = Capturer(held)
             stack.callback(self._capturer.close)
             self._encoder = ThreadPoolExecutor(1, thread_name_prefix="deltactl-encode")
@@ -167,7 +175,9 @@ class Publisher(Stepping[Line]):
             self._merged += 1
             return
         step = self._number()
-        capture = self._capturer.capture(live_tensors(self._naming.tensors(), self._dtype))
+        live = live_tensors(self._naming.tensors(), self._dtype)
+        self._gate.watch(self._capturer.mirror.tensors, live)
+        capture = self._capturer.capture(live)
         blocked = self._blocked + time.monotonic() - began
         captured = Captured(capture, step, self._training, self._merged, began, blocked)
         self._encoding = captured, self._encoder.submit(line.encode, captured)
@@ -202,7 +212,3 @@ def _is_first_rank() -> bool:
     return not (
         distributed.is_available() and distributed.is_initialized() and distributed.get_rank()
     )
-
-
-def _specs(live: dict[str, Live]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    return {name: (tensor.dtype, tensor.shape) for name, tensor in live.items()}

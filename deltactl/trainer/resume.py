@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltactl.core.admission import Described
+from deltactl.core.admission import Model
 from deltactl.core.cadence import Every, Run
 from deltactl.core.chain import Chain, read_chain
+from deltactl.core.chain_model import chain_model
 from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import (
@@ -37,11 +37,18 @@ _STEP = re.compile(r"(?:anchors|deltas)/step_(\d{6,18})[./]")
 class Begin:
     """Where a run begins. ``newest``: the highest step that the bucket has any object of, -1 for
     none. ``states`` and ``since`` are of the tip, where the chain goes on from it; then the mirror
-    holds it. Without ``since`` the next link is an anchor."""
+    holds it. Without ``since`` the next link is an anchor. ``model``: of the tip, as far as the
+    chain says it."""
 
     newest: int
     states: States = field(default_factory=dict)
     since: Run | None = None
+    model: Model | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The tip, where the chain goes on from it."""
+        return None if self.since is None else self.since.step
 
 
 def begin(bucket: Bucket, directory: Path, mirror: Mirror) -> Begin:
@@ -68,7 +75,22 @@ def begin(bucket: Bucket, directory: Path, mirror: Mirror) -> Begin:
         log.warning(
             "%s: the chain is not gone on with; an anchor begins anew: %s", chain.url, error
         )
-        return Begin(newest)
+        return Begin(newest, model=tip_model(bucket, chain))
+
+
+def tip_model(bucket: Bucket, chain: Chain) -> Model | None:
+    """The model of the tip; None where the chain has none, or does not say it.
+
+    Raises NotAllowed, Transient.
+    """
+    if chain.tip is None:
+        return None
+    try:
+        return chain_model(bucket, chain, chain.tip)
+    except (NotAllowed, Transient):
+        raise
+    except DeltactlError:
+        return None
 
 
 def newest_step(bucket: Bucket) -> int:
@@ -89,7 +111,7 @@ def _continued(bucket: Bucket, chain: Chain, directory: Path, mirror: Mirror, ne
     if found != chain.state_at(tip):
         what = "what was rebuilt is not the tip"
         raise Malformed(what, file=directory, step=tip, expected=chain.state_at(tip), found=found)
-    return Begin(newest, states, since_anchor(chain, tip))
+    return Begin(newest, states, since_anchor(chain, tip), tip_model(bucket, chain))
 
 
 def rebuild(bucket: Bucket, chain: Chain, directory: Path, step: int) -> None:
@@ -121,28 +143,3 @@ def since_anchor(chain: Chain, tip: int) -> Run:
     size = sum(link.bytes for link in deltas)
     changed = sum(link.changed_elements or 0 for link in deltas)
     return Run(tip, anchor.step, anchor.bytes, size, changed)
-
-
-def check_same_model(
-    tensors: Mapping[str, Described], specs: dict[str, tuple[str, tuple[int, ...]]], url: str
-) -> None:
-    """Raise Conflict where no tensor of the tip is one of the model's by name, dtype and shape, or
-    one has another dtype or shape there: that is another model's chain, and not to be gone on with
-    by mistake."""
-    tip = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    both = tip.keys() & specs.keys()
-    other = {name for name in both if tip[name] != specs[name]}
-    if other or (tip and specs and not both):
-        raise Conflict(
-            "the bucket holds the chain of another model",
-            file=url,
-            expected=_example(specs, other),
-            found=_example(tip, other),
-            hint="publish into a new bucket, or give names= and dtype= as before",
-        )
-
-
-def _example(specs: dict[str, tuple[str, tuple[int, ...]]], names: set[str]) -> str:
-    name = min(names or specs)
-    dtype, shape = specs[name]
-    return f"{len(specs)} tensors such as {name!r}, {dtype} {list(shape)}"

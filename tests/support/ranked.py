@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.core.errors import Conflict
 from deltactl.core.verify import verify_bucket
 from deltactl.trainer import Every, RanksPublisher
 from deltactl.trainer.ranks import group
@@ -283,6 +284,20 @@ def goes_on(run: Run) -> None:
         model.append(torch.nn.Linear(3, 2, dtype=torch.bfloat16))
     fully_shard(model)
     three_lines(run, model, 3)
+
+
+def another_model(run: Run) -> None:
+    """In a chain: refused by all ranks, and let in by all where that is meant."""
+    three_lines(run, fully_shard(uneven()), 2)
+    other = fully_shard(torch.nn.Sequential(uneven(seed=1)))
+    refusal = None
+    try:
+        run.publisher(other)
+    except Conflict as error:
+        refusal = error
+    assert refusal is not None and "another model than the chain's" in str(refusal)
+    assert "'0.'" in str(refusal.hint), refusal.hint
+    three_lines(run, other, 2, step=2, allow_other_model=True)
 
 
 def fails(run: Run) -> None:

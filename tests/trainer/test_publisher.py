@@ -378,8 +378,78 @@ def test_a_model_of_another_width_is_refused_though_a_tensor_fits(
         publisher.publish()
     with pytest.raises(Conflict, match="another model") as caught:
         Publisher(layers(16), bucket)
-    assert "[16" in str(caught.value.expected)
-    assert "[8" in str(caught.value.found)
+    assert "[8" in str(caught.value.expected)  # the chain's
+    assert "[16" in str(caught.value.found)
+
+
+def test_another_model_that_is_meant_gets_an_anchor(tmp_path: Path, bucket: MoodyBucket) -> None:
+    with Publisher(small(), bucket) as publisher:
+        publisher.publish()
+    expected = {1: bits_of(small().state_dict())}
+    other = torch.nn.ModuleDict({"policy": small(seed=1)})
+    with Publisher(other, bucket, allow_other_model=True) as publisher:
+        publisher.publish()
+    assert [(p.step, p.kind) for p in publisher.history] == [(2, "anchor")]
+    assert_chain(bucket, expected | {2: bits_of(other.state_dict())}, tmp_path)
+
+
+def test_another_architecture_is_refused_though_its_tensors_fit(
+    tmp_path: Path, bucket: MoodyBucket
+) -> None:
+    def files(model_type: str) -> Path:
+        place = tmp_path / model_type
+        place.mkdir()
+        (place / "config.json").write_text(json.dumps({"model_type": model_type}))
+        return place
+
+    with Publisher(small(), bucket, files=files("llama")) as publisher:
+        publisher.publish()
+    with pytest.raises(Conflict, match="llama became qwen3") as caught:
+        Publisher(small(), bucket, files=files("qwen3"))
+    assert "allow_other_model=True" in str(caught.value.hint)
+
+
+def test_an_adapter_alone_begins_no_chain(bucket: MoodyBucket) -> None:
+    adapter = torch.nn.ModuleDict({"lora_A": torch.nn.Linear(2, 3, bias=False)})
+    with pytest.raises(Conflict, match="no whole model"):
+        Publisher(adapter, bucket)
+
+
+def test_a_model_that_becomes_another_one_in_a_run_is_not_published(
+    tmp_path: Path, bucket: MoodyBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.ModuleDict({"policy": small()})
+    with Publisher(model, bucket) as publisher:
+        publisher.publish()
+        expected = {1: bits_of(model.state_dict())}
+        model["actor"] = model.pop("policy")
+        publisher.publish()
+        assert isinstance(publisher.error, Conflict)
+        assert "4 of 4 names are gone" in str(publisher.error)
+        model["policy"] = model.pop("actor")
+        model["head"] = torch.nn.Linear(3, 1)
+        publisher.publish()
+        expected[3] = bits_of(model.state_dict())
+    assert publisher.error is None
+    assert "2 tensors are new: head.bias" in caplog.text
+    assert_chain(bucket, expected, tmp_path)
+
+
+def test_another_model_is_refused_though_the_tip_is_damaged(
+    tmp_path: Path, bucket: MoodyBucket
+) -> None:
+    with Publisher(small(), bucket, scratch=tmp_path / "one") as publisher:
+        publisher.publish()
+        publisher.publish()
+    flip_bit(next((tmp_path / "bucket" / "anchors").rglob("model*.safetensors")), -1)
+    with pytest.raises(Conflict, match="another model"):
+        Publisher(torch.nn.Linear(3, 4), bucket, scratch=tmp_path / "two")
+
+
+def test_a_directory_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(NotAllowed, match="the bucket cannot be written"):
+        Publisher(small(), tmp_path / "file" / "bucket")
 
 
 def test_a_run_that_begins_with_other_weights_is_warned(

@@ -45,6 +45,13 @@ def test_every_step_is_the_models_whole_state(
     assert len(chain.anchors) > 1 or len(expected) < 5
 
 
+def test_another_model_enters_only_where_it_is_meant(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ranks(tmp_path, "another_model", 2)
+    bucket = LocalBucket(tmp_path / "bucket")
+    assert_chain(bucket, expected, tmp_path)
+    assert sorted(read_chain(bucket).anchors) == [1, 3]
+
+
 def test_what_each_rank_writes_is_about_as_much(ranks: Ranks, tmp_path: Path) -> None:
     ranks(tmp_path, "fsdp", 2)
     anchor = read_chain(LocalBucket(tmp_path / "bucket")).anchors[1]

@@ -19,6 +19,7 @@ from deltactl.core.encoding import DEFAULT, encoding_named
 from deltactl.core.store import Bucket
 from deltactl.trainer.account import Notify
 from deltactl.trainer.aux_files import Files, collect
+from deltactl.trainer.gate import Gate
 from deltactl.trainer.live import check_not_empty, check_view
 from deltactl.trainer.mirror import MEMORY, Mirror
 from deltactl.trainer.names import Names, Naming, Tensors, unwrapped
@@ -28,8 +29,7 @@ from deltactl.trainer.ranks.capture import Parts, describe
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import lay_out
 from deltactl.trainer.ranks.line import RankLine, Status, Taken
-from deltactl.trainer.ranks.resume import begin
-from deltactl.trainer.resume import check_same_model
+from deltactl.trainer.ranks.resume import Begin, Plan, begin
 from deltactl.trainer.scratch import emptied, scratch_directory
 from deltactl.trainer.stepping import Stepping
 from deltactl.trainer.waiting import AT_ONCE, PATIENTLY, Waiting
@@ -77,6 +77,7 @@ class RanksPublisher(Stepping[RankLine]):
         scratch: str | os.PathLike[str] | None = None,
         mirror: Literal["memory", "disk"] = MEMORY,
         notify: Notify | None = None,
+        allow_other_model: bool = False,
     ) -> None:
         encoding_named(encoding)
         check_view(dtype)
@@ -105,17 +106,26 @@ class RanksPublisher(Stepping[RankLine]):
             layout = lay_out(group.gather(described), group.rank)
             check_not_empty(sum(prod(tensor.shape) for tensor in layout.tensors))
             start = begin(to, group, layout, place, parts, owned)
-            specs = {tensor.name: (tensor.dtype, tensor.shape) for tensor in layout.tensors}
-            check_same_model(start.table, specs, to.url)
+
+            def admit() -> tuple[dict[str, Path], bool]:
+                if group.rank:
+                    return {}, False
+                aux = collect(self._model, files, dtype, place / "files")
+                gate = Gate(to.url, aux, allow=allow_other_model)
+                tensors = {tensor.name: tensor for tensor in layout.tensors}
+                return aux, gate.admit(start.plan.model, start.plan.step, tensors)
+
+            aux, other = on_all(group, admit)
+            if group.gather(other)[0]:
+                parts.tensors.clear()
+                owned.tensors.clear()
+                start = Begin(Plan(start.plan.newest))
             attempt = group.gather(secrets.token_hex(4))[0]
             self._newest = start.plan.newest
-            if step is None and start.plan.since is not None:
-                self._training = start.plan.since.step
+            if step is None and start.plan.step is not None:
+                self._training = start.plan.step
 
             def line() -> RankLine:
-                aux: dict[str, Path] = {}
-                if group.rank == 0:
-                    aux = collect(self._model, files, dtype, place / "files")
                 return RankLine(
                     to,
                     layout,

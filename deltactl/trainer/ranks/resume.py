@@ -10,6 +10,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deltactl.core.admission import Model
 from deltactl.core.bits import elements
 from deltactl.core.cadence import Every, Run
 from deltactl.core.chain import read_chain
@@ -24,17 +25,24 @@ from deltactl.trainer.mirror import Mirror
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import Layout
 from deltactl.trainer.report import log
-from deltactl.trainer.resume import newest_step, rebuild, since_anchor
+from deltactl.trainer.resume import newest_step, rebuild, since_anchor, tip_model
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What the bucket holds. ``newest``: the highest step that it has any object of, -1 for none;
-    ``since`` and ``state`` are of the tip, where the chain goes on from it."""
+    ``since`` and ``state`` are of the tip, where the chain goes on from it; ``model``: of the tip,
+    as far as the chain says it."""
 
     newest: int
     since: Run | None = None
     state: str | None = None
+    model: Model | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The tip, where the chain goes on from it."""
+        return None if self.since is None else self.since.step
 
 
 @dataclass(slots=True)
@@ -66,7 +74,7 @@ def begin(
         parts.tensors.clear()
         owned.tensors.clear()
         _begins_anew(bucket, error)
-        return Begin(Plan(plan.newest))
+        return Begin(Plan(plan.newest, model=plan.model))
 
 
 def _begins_anew(bucket: Bucket, error: Exception) -> None:
@@ -84,10 +92,13 @@ def _plan(bucket: Bucket) -> Plan:
     try:
         Placement(chain, Every(0)).next_step(None)
         assert chain.tip is not None  # or the placement would have refused
-        return Plan(newest, since_anchor(chain, chain.tip), chain.state_at(chain.tip))
+        since, state = since_anchor(chain, chain.tip), chain.state_at(chain.tip)
+        return Plan(newest, since, state, tip_model(bucket, chain))
+    except (NotAllowed, Transient):
+        raise
     except DeltactlError as error:
         _begins_anew(bucket, error)
-        return Plan(newest)
+        return Plan(newest, model=tip_model(bucket, chain))
 
 
 def _continued(
