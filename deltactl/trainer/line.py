@@ -13,6 +13,7 @@ from deltactl.trainer.anchors import Anchors, Loose
 from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import write_delta
 from deltactl.trainer.local_base import LocalBase
+from deltactl.trainer.masters import Masters
 from deltactl.trainer.put import put_anchor, put_link
 from deltactl.trainer.report import Publication
 from deltactl.trainer.resume import Begin
@@ -51,10 +52,12 @@ class Line(Account):
         deltas: Path,
         *,
         encoding: str,
+        masters: Masters,
         cadence: Cadence,
         notify: Notify | None,
     ) -> None:
         super().__init__(bucket.url, notify)
+        self._masters = masters
         self._bucket, self._base, self._deltas, self._encoding = bucket, base, deltas, encoding
         self._states = start.states
         self._step = None if start.since is None else start.since.step
@@ -103,6 +106,7 @@ class Line(Account):
 
     def _delta(self, captured: Captured) -> Job:
         assert self._step is not None
+        self._masters.look(captured.capture)
         path = self._deltas / f"{captured.step}.safetensors"
         made = write_delta(
             captured.capture,

@@ -20,6 +20,7 @@ from deltactl.trainer.gate import Gate
 from deltactl.trainer.line import Captured, Line
 from deltactl.trainer.live import Live, check_not_empty, check_view, live_tensors
 from deltactl.trainer.local_base import LocalBase
+from deltactl.trainer.masters import Masters
 from deltactl.trainer.mirror import MEMORY, Mirror
 from deltactl.trainer.names import Names, Naming, unwrapped
 from deltactl.trainer.optimizers import Given
@@ -153,6 +154,7 @@ class Publisher(Stepping[Line]):
                 base,
                 emptied(place / "deltas"),
                 encoding=encoding,
+                masters=Masters(encoding, wanted=dtype is None),
                 cadence=anchors,
                 notify=notify,
             )
@@ -198,10 +200,12 @@ class Publisher(Stepping[Line]):
         self._await_encoding()
         if not (self._merged and complete) or line.over:
             return
+        self._merged -= 1  # the last of these steps gets a link now
         try:
             self._capture(line, time.monotonic(), PATIENTLY)
             self._await_encoding()
         except Exception as error:
+            self._merged += 1
             line.fail(error)
         if self._merged and line.error is not None:
             line.fail(line.error)  # also if what waits is confirmed yet, this is not made good

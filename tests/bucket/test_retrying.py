@@ -11,7 +11,7 @@ import pytest
 
 from deltactl.bucket import _remote, open_bucket
 from deltactl.bucket.local import LocalBucket
-from deltactl.bucket.retrying import RetryingBucket
+from deltactl.bucket.retrying import RetryingBucket, eager
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.core.store import Object
 
@@ -159,6 +159,35 @@ def test_the_waits_are_random_parts_of_a_time_that_doubles(tmp_path: Path, time:
     with pytest.raises(NotFound):
         over(inner, time, draw=0.25, tries=9).read("nothing", 0, 1)
     assert time.slept == [0.25, 0.5, 1, 2, 4, 5]
+
+
+def test_who_publishes_is_soon_there_when_the_bucket_is_back(
+    tmp_path: Path, time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an outage of 25 seconds; it has as much patience as others."""
+    monkeypatch.setattr("deltactl.bucket.retrying.time", None)  # no clock but the test's own
+    bucket = eager(Shaky(tmp_path))
+    bucket._clock, bucket._sleep, bucket._draw = time.clock, time.sleep, lambda: 1.0
+    began, tries = time.now, []
+
+    def once() -> None:
+        tries.append(time.now)
+        if time.now - began < 25:
+            raise Transient("away")
+
+    bucket._again(once)
+    assert time.now - began <= 25 + 5
+    assert max(time.slept) == 5
+    for draw in (0.25, 1.0):
+        bucket._draw = lambda draw=draw: draw
+        began = time.now
+
+        def never() -> None:
+            raise Transient("away")
+
+        with pytest.raises(Transient, match="tried"):
+            bucket._again(never)
+        assert time.now - began > 45
 
 
 def test_a_server_that_asks_for_time_gets_it(tmp_path: Path, time: Time) -> None:

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from deltactl.bucket.local import LocalBucket
@@ -81,6 +82,29 @@ def test_wrappers_do_not_enter_the_names(tmp_path: Path, one_rank: None) -> None
     assert bits_of(Naming(wrapped, None).tensors()) == plain
     model[0] = torch.compile(model[0], backend="eager")  # a part of it
     assert bits_of(Naming(wrapped, None).tensors()) == plain
+
+
+def test_wrappers_of_parts_do_not_enter_the_names(one_rank: None) -> None:
+    inner = torch.nn.ModuleDict({"layers": small(), "head": torch.nn.Linear(24, 2)})
+    plain = bits_of(inner.state_dict())
+    inner["layers"][1] = DistributedDataParallel(inner["layers"][1])
+    inner["layers"] = torch.compile(DistributedDataParallel(inner["layers"]), backend="eager")
+    inner["head"] = torch.nn.DataParallel(inner["head"])
+    assert "layers._orig_mod.module.1.module.weight" in inner.state_dict()
+    assert bits_of(Naming(inner, None).tensors()) == plain
+
+
+def test_an_average_of_the_model_has_its_names(tmp_path: Path) -> None:
+    model = small()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    average.update_parameters(model)
+    with Publisher(average, tmp_path / "bucket") as publisher:
+        publisher.publish()
+    expected = bits_of(average.module.state_dict())
+    assert expected.keys() == model.state_dict().keys()
+    assert_chain(LocalBucket(tmp_path / "bucket"), {1: expected}, tmp_path)
 
 
 def test_a_module_of_the_users_with_such_a_name_is_no_wrapper() -> None:

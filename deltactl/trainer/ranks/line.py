@@ -18,6 +18,7 @@ from deltactl.trainer.account import Account, Notify
 from deltactl.trainer.capture import Capture
 from deltactl.trainer.encode import States, write_delta
 from deltactl.trainer.line import PENDING
+from deltactl.trainer.masters import Masters
 from deltactl.trainer.mirror import Mirror
 from deltactl.trainer.put import put_index, put_link
 from deltactl.trainer.ranks.anchors import Anchors, Loose, Shards
@@ -88,6 +89,7 @@ class RankLine(Account):
         *,
         attempt: str,
         encoding: str,
+        masters: Masters,
         cadence: Cadence,
         notify: Notify | None,
     ) -> None:
@@ -95,6 +97,7 @@ class RankLine(Account):
         self._bucket, self._layout, self._count, self._owned = bucket, layout, count, owned
         self._directory, self._attempt, self._encoding = directory, attempt, encoding
         self._states, self._table = start.states, start.table
+        self._masters = masters
         since = start.plan.since
         self._step = None if since is None else since.step
         self._before: _Before | None = None
@@ -160,6 +163,7 @@ class RankLine(Account):
 
     def _delta(self, capture: Capture, taken: Taken) -> Job:
         assert self._step is not None
+        self._masters.look(capture)
         step, base_step = taken.step, self._step
         path = self._directory / f"{step}.safetensors"
         made = write_delta(

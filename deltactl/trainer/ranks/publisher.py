@@ -21,6 +21,7 @@ from deltactl.trainer.account import Notify
 from deltactl.trainer.aux_files import Files, collect
 from deltactl.trainer.gate import Gate
 from deltactl.trainer.live import check_not_empty, check_view
+from deltactl.trainer.masters import Masters
 from deltactl.trainer.mirror import MEMORY, Mirror
 from deltactl.trainer.names import Names, Naming, Tensors, unwrapped
 from deltactl.trainer.optimizers import Given
@@ -136,6 +137,7 @@ class RanksPublisher(Stepping[RankLine]):
                     emptied(place / "deltas"),
                     attempt=attempt,
                     encoding=encoding,
+                    masters=Masters(encoding, wanted=dtype is None and group.rank == 0),
                     cadence=anchors,
                     notify=notify,
                 )
@@ -211,12 +213,14 @@ class RanksPublisher(Stepping[RankLine]):
             line.fail(error)
 
     def _last(self, line: RankLine) -> None:
-        """Give a link to what has none."""
+        """Give a link to what has none: to the last of the steps."""
+        self._merged -= 1
         try:
             self._capture(line, time.monotonic(), PATIENTLY)
         except RankLost:
             raise
         except Exception as error:
+            self._merged += 1
             line.fail(error)
         self._agree(line, AT_ONCE)
         if self._merged and line.error is not None:
