@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from deltactl.core.errors import DeltactlError
 from deltactl.trainer import DeltaCallback, Publisher, RanksPublisher
-from tests.support.publishing import small, update
+from tests.support.publishing import bits_of, small, update
 
 COUNT = 2
 CPU = torch.device("cpu")
@@ -61,7 +62,7 @@ def by_layer() -> torch.nn.Module:
     return fsdp1(auto_wrap_policy=policy, use_orig_params=True)
 
 
-def initialize(model: torch.nn.Module) -> Any:
+def initialize(model: torch.nn.Module, stage: int = 3) -> Any:
     """DeepSpeed's engine of the model, which it shards in place."""
     import deepspeed
 
@@ -69,10 +70,11 @@ def initialize(model: torch.nn.Module) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": stage < 3},
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
@@ -157,6 +159,33 @@ def wrapped_much_later(place: Path) -> str:
     return f"trained, {type(error).__name__}: {error}"
 
 
+def zero2(place: Path) -> None:
+    """It leaves each rank whole parameters: published under the model's own names."""
+    wrapped = initialize(small(), stage=2)
+    with publisher(wrapped, place) as found:
+        for step in (1, 2, 3):
+            inputs = torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).bfloat16()
+            wrapped.backward(wrapped(inputs).float().square().mean())
+            wrapped.step()
+            found.publish(step)
+            if dist.get_rank() == 0:
+                (place / f"expected-{step}").write_bytes(
+                    pickle.dumps(bits_of(wrapped.module.state_dict()))
+                )
+    assert found.error is None
+
+
+def optimizer_of_zero2(place: Path) -> None:
+    """It steps copies, which are written back later."""
+    wrapped = initialize(small(), stage=2)
+    Publisher(wrapped, place / "bucket", optimizer=wrapped.optimizer)
+
+
+def inner_optimizer_of_zero2(place: Path) -> None:
+    wrapped = initialize(small(), stage=2)
+    Publisher(wrapped, place / "bucket", optimizer=wrapped.optimizer.optimizer)
+
+
 def one_of_emptied(place: Path) -> None:
     """No sharding that is known, and yet a rank whose parameters are empty."""
     model = small(torch.float32)
@@ -176,6 +205,9 @@ CASES: dict[str, Case] = {
     "zero3 later: RanksPublisher": wrapped_later(ranks_publisher, initialize),
     "fsdp1 much later: Publisher": wrapped_much_later,
     "emptied: Publisher": one_of_emptied,
+    "zero2: Publisher": zero2,
+    "zero2's optimizer: Publisher": optimizer_of_zero2,
+    "zero2's inner optimizer: Publisher": inner_optimizer_of_zero2,
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@ ranks alike, with the way out, and nothing of them gets into a bucket."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return sharded.run(tmp_path_factory.mktemp("ranks"))
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(place: Path) -> list[dict[str, dict[str, Any]]]:
+    return sharded.run(place)
 
 
 WAYS_OUT = {"fsdp1": ("(FSDP1)", "fully_shard (FSDP2)"), "zero3": ("ZeRO stage 3", "ZeRO stage 2")}
@@ -70,6 +76,29 @@ def test_a_parameter_that_was_emptied_is_refused_by_all_ranks(
     assert first == second
     assert first["error"] == "Unsupported"
     assert "tensor '1.weight'" in first["says"]
+    assert first["published"] == []
+
+
+def test_what_zero_leaves_whole_is_published(
+    ranks: list[dict[str, dict[str, Any]]], place: Path, tmp_path: Path
+) -> None:
+    case = "zero2: Publisher"
+    assert [rows[case]["error"] for rows in ranks] == [None, None]
+    there = place / str(list(sharded.CASES).index(case))
+    expected = {n: pickle.loads((there / f"expected-{n}").read_bytes()) for n in (1, 2, 3)}
+    assert sorted(expected[1]) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    assert expected[1] != expected[2]
+    assert_chain(LocalBucket(there / "bucket"), expected, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["zero2's optimizer", "zero2's inner optimizer"])
+def test_an_optimizer_of_zeros_copies_is_refused_by_all_ranks(
+    ranks: list[dict[str, dict[str, Any]]], case: str
+) -> None:
+    first, second = (rows[f"{case}: Publisher"] for rows in ranks)
+    assert first == second
+    assert first["error"] == "UsageError"
+    assert "publisher.publish(step)" in first["hint"]
     assert first["published"] == []
 
 
