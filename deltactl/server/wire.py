@@ -114,7 +114,7 @@ class Wire:
         self._dead = Dead(
             "the server's engine has died",
             file=self.url,
-            found=f"{HEALTH} says so, and {path} is not answered" if path != HEALTH else None,
+            found=f"{path} unanswered, and no engine by {HEALTH}" if path != HEALTH else None,
             hint="see its log, and restart the server",
         )
         return self._dead
