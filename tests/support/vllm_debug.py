@@ -58,6 +58,21 @@ class DebugExtension(WorkerExtension):
         for point in points:
             setattr(prepared, *broken[point])
 
+    def test_spoil_reloads(self) -> None:
+        """From now on each reload leaves int8 layers as vLLM's own does without deltactl: their
+        parameters are right, and oneDNN reads scales that are noise."""
+        work = self.weight_transfer_engine.serving._work
+        real, model = work._reload, self.model_runner.get_model()
+
+        def reload(*args: Any) -> None:
+            real(*args)
+            for module in model.modules():
+                kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+                if kernel is not None:
+                    kernel.dnnl_handler.scales.fill_(float("nan"))
+
+        work._reload = reload
+
     def test_flip(self, rank: int, staged: bool) -> None:
         """Flip the lowest bit of a live element on that rank: one that the staged update changes,
         or one that no part of it comes near."""

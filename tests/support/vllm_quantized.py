@@ -49,6 +49,13 @@ def _int8(weight: Any) -> dict[str, Any]:
     return {"weight": torch.round(weight.float() / scale).to(torch.int8), "weight_scale": scale}
 
 
+def _int8_static(weight: Any) -> dict[str, Any]:
+    """One scale for all inputs too."""
+    import torch
+
+    return {**_int8(weight), "input_scale": torch.tensor([0.05])}
+
+
 def _grouped(weight: Any) -> tuple[Any, Any]:
     """Integers of 0 to 15 around 8 [rows, columns], and scales [rows, groups]."""
     import torch
@@ -120,9 +127,11 @@ def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, form: st
 _OF_CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 _OF_GROUP = {**_OF_CHANNEL, "num_bits": 4, "strategy": "group", "group_size": _GROUP}
 _OF_TOKEN = {**_OF_CHANNEL, "strategy": "token", "dynamic": True}
+_OF_INPUT = {**_OF_CHANNEL, "strategy": "tensor", "dynamic": False}
 
 KINDS: dict[str, tuple[dict[str, Any], Callable[[Any], dict[str, Any]]]] = {
     "int8": (_compressed(_OF_CHANNEL, _OF_TOKEN, "int-quantized"), _int8),
+    "int8-static": (_compressed(_OF_CHANNEL, _OF_INPUT, "int-quantized"), _int8_static),
     "w4a16": (_compressed(_OF_GROUP, None, "pack-quantized"), _w4a16),
     "gptq": (
         {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "desc_act": False, "sym": True},
