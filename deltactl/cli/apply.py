@@ -146,13 +146,21 @@ def apply(
     whose weights are in an unknown state is never resumed: it is repaired, or left paused, and the
     message says how to go on. The plugin has to run there: see deltactl doctor.
 
+    Tensors that cannot be written in place go through vLLM's own loader. Layers for which that was
+    not shown to give the answers of a fresh server are refused before the pause, by name. After it
+    the model answers a short prompt before the server is resumed, which stays paused where the
+    answer is noise, or another one although nothing has changed.
+
     --via reload works with any vLLM that has its development mode on. The servers are looked at
     first, and the step is compared with the directory that they were started on, if it is to be
     seen from here; where none of them can load it nothing is fetched. It needs room for the whole
-    checkpoint in DIR, reads all of it in the pause, and proves nothing about what is live. A reload
-    that fails, as for a DIR that the server does not see, leaves the server paused, and vLLM's
-    engine may end at the next request. On a CPU vLLM keeps a packed copy of a tied output layer
-    that a reload does not renew.
+    checkpoint in DIR, reads all of it in the pause, and proves nothing about what is live but that
+    a short prompt is not answered with noise: it is asked once the server is resumed, which is
+    paused again where it is. A server with --api-key needs VLLM_API_KEY for that. A reload that
+    fails, as for a DIR that the server does not see, leaves the server paused, and vLLM's engine
+    may end at the next request. Refused are models that are quantised or have experts, and on a CPU
+    those whose output layer shares the embedding: vLLM computes with copies of their weights that
+    its reload does not renew, or was not shown to.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if servers:

@@ -166,8 +166,9 @@ def _map(engine: Engine) -> Iterator[Finding]:
             "warn",
             "map",
             f"{len(engine.refused)} of {engine.tensors} tensors cannot be loaded, and steps that "
-            f"change them are refused, as no reload of such a layer was proven: "
-            f"{_listed(engine.refused)}",
+            f"change them are refused, as no reload of such a layer was proven, only of "
+            f"{', '.join(engine.proven)}: {_listed(engine.refused)}",
+            "pull the step, and start the server anew on it",
         )
     reloaded = {name: why for name, why in engine.unmapped.items() if name not in engine.refused}
     if reloaded:

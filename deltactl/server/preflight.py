@@ -173,6 +173,7 @@ def check_layers(engine: Engine, goal: Goal, way: Way, url: str) -> None:
             file=url,
             step=goal.step,
             tensor=names[0],
+            expected="one of " + ", ".join(engine.proven) if engine.proven else None,
             found=engine.refused[names[0]],
             hint="pull the step, and start the server anew on it",
         )

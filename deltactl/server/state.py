@@ -57,9 +57,10 @@ class Audit:
 class Engine:
     """What all ranks together say. ``sound``: nothing says that the weights are not what the state
     names; where ``poisoned`` is set, or the ranks hold different things, nobody knows them.
-    ``unmapped``, ``refused``: tensors that only vLLM's own loader can load, and of those the ones
-    that it should not, each with the reason. ``server``: one word for each engine that was ever
-    made. ``draft``: of a second model, which guesses tokens, as vLLM's ``speculative_config``.
+    ``unmapped``, ``refused``: tensors that only vLLM's own loader can load, and those that it
+    should not, each with the reason; ``proven``: the layers that it may load, by name. ``server``:
+    one word for each engine that was ever made. ``draft``: of a second model, which guesses tokens,
+    as vLLM's ``speculative_config``.
     ``doubt``: why the weights are no state that the server knows; then it was not deltactl who
     wrote them. ``asleep``: what of "weights" and "kv_cache" vLLM has given back."""
 
@@ -79,6 +80,7 @@ class Engine:
     unmapped: Mapping[str, str]
     ignored: frozenset[str]
     refused: Mapping[str, str]
+    proven: tuple[str, ...]
     audit: Audit | None
     server: str | None = None
     draft: Mapping[str, Any] | None = None
@@ -148,6 +150,7 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
         unmapped={str(k): str(v) for found in maps for k, v in _mapping(found, "unmapped").items()},
         ignored=frozenset(str(name) for found in maps for name in _list(found, "ignored")),
         refused={str(k): str(v) for found in maps for k, v in _mapping(found, "refused").items()},
+        proven=tuple(dict.fromkeys(str(one) for found in maps for one in _list(found, "proven"))),
         audit=_audit(ranks),
         server=first.get("server") if isinstance(first.get("server"), str) else None,
         draft=found if isinstance(found := first.get("draft"), dict) else None,

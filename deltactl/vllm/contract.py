@@ -139,8 +139,9 @@ class Work(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """``map`` of the state: ``tensors`` (how many), ``unmapped``, ``ignored``, and ``refused``:
-        of those that only a reload could load the ones that it should not, with the reason."""
+        """``map`` of the state: ``tensors`` (how many), ``unmapped``, ``ignored``, ``refused``: of
+        those that only a reload could load the ones that it should not, with the reason; and
+        ``proven``: the layers that it may load."""
         ...
 
     def stage(self, request: Mapping[str, Any], tell: Tell) -> Staged:

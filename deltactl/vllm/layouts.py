@@ -47,16 +47,24 @@ RESTART = "pull the step, and start the server anew on it"
 """The way to a step that a running server cannot take."""
 
 
-def unproven(model: nn.Module, is_mapped: Callable[[torch.Tensor], bool]) -> str | None:
+def unproven(
+    model: nn.Module,
+    is_own: Callable[[torch.Tensor], bool],
+    is_mapped: Callable[[torch.Tensor], bool] | None = None,
+) -> str | None:
     """The first layer that a reload may leave as something else than a fresh server has, and why.
 
-    ``is_mapped``: whether a parameter's live bits are a checkpoint's own, by the map.
+    ``is_own``: whether a parameter's live bits are a checkpoint's own, by the map. ``is_mapped``:
+    whether they would be, if the map is right; of plain matrices that is enough, as the sums after
+    the reload tell, while quantised ones are known to be made over.
     """
+    mapped = is_own if is_mapped is None else is_mapped
     live = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     proven = PROVEN | PROVEN_ON_CPU if _on_cpu(model) else PROVEN
     for name, module in model.named_modules():
         own, made = list(module.parameters(recurse=False)), layout(module)
-        if made in proven or (own and all(map(is_mapped, own))):
+        plain = made is None or made.startswith("Unquantized")
+        if made in proven or (own and all(map(mapped if plain else is_own, own))):
             continue
         if made is not None:
             return f"{name or 'the model'} is laid out by {made}"
@@ -113,13 +121,18 @@ def _on_cpu(model: nn.Module) -> bool:
     return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
+def known() -> list[str]:
+    """What was proven, by name."""
+    return sorted(PROVEN | PROVEN_ON_CPU)
+
+
 def refusal(why: str, names: Collection[str]) -> Unsupported:
     """The error for tensors that only a reload could load, where that was not proven."""
     return Unsupported(
         "these tensors would go through vLLM's own loader, and for a layer like this it was not "
         "proven that the answers are right afterwards",
         tensor=min(names, default=None),
-        expected="one of " + ", ".join(sorted(PROVEN | PROVEN_ON_CPU)),
+        expected="one of " + ", ".join(known()),
         found=why,
         hint=RESTART,
     )

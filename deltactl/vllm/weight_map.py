@@ -68,12 +68,11 @@ class WeightMap:
         self.ignored = tuple(other for other in self.ignored if other != name)
         self.unmapped[name] = why
 
-    def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether a tensor that lies as the map says lies in the storage of this parameter."""
-        place = parameter.untyped_storage().data_ptr()
-        proven = [mapped for name, mapped in self.tensors.items() if name not in self.unproven]
-        reached = {one.storage for mapped in proven for one in mapped.regions}
-        return any(self.storages[n].bits.data_ptr() == place for n in reached)
+    def places(self, *, proven: bool) -> set[int]:
+        """Addresses of the storages in which tensors of the map lie; ``proven``: of those alone."""
+        names = self.tensors.keys() - (self.unproven if proven else set())
+        reached = {one.storage for name in names for one in self.tensors[name].regions}
+        return {self.storages[n].bits.data_ptr() for n in reached}
 
     def prove(self, found: Mapping[str, int], expected: Mapping[str, int]) -> None:
         """Call those tensors proven that hold what a checkpoint does. ``found``:

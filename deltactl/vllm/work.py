@@ -163,12 +163,21 @@ class ModelWork:
             "unmapped": dict(self.map.unmapped),
             "ignored": sorted(self.map.ignored),
             "refused": self._refused(),
+            "proven": layouts.known(),
         }
 
     def _refused(self) -> dict[str, str]:
         """Tensors that only a reload could load, and should not, each with the reason."""
-        why = layouts.unproven(self._model, self.map.holds) if self.map.unmapped else None
-        return {} if why is None else dict.fromkeys(self.map.unmapped, why)
+        names = self.map.unmapped.keys() | self.map.unproven
+        if not names:
+            return {}
+        own, mapped = (self.map.places(proven=proven) for proven in (True, False))
+        why = layouts.unproven(
+            self._model,
+            lambda parameter: parameter.untyped_storage().data_ptr() in own,
+            lambda parameter: parameter.untyped_storage().data_ptr() in mapped,
+        )
+        return {} if why is None else dict.fromkeys(sorted(names), why)
 
     def _may_reload(self, names: Collection[str]) -> None:
         """Raise Unsupported where one of these tensors should not go through the loader."""
@@ -180,7 +189,7 @@ class ModelWork:
     def stage(self, request: Mapping[str, Any], tell: Tell) -> Prepared:
         """See Work."""
         if request["full"]:
-            self._may_reload(self.map.unmapped)
+            self._may_reload(self.map.unmapped.keys() | self.map.unproven)
         bucket, told = open_bucket(request["bucket"]), Told(tell)
         stage = self._stage_full if request["full"] else self._run
         found = stage(bucket, request, told)

@@ -210,6 +210,20 @@ def test_pauses_and_leftovers(start: Start) -> None:
     assert "curl" not in str([finding.hint for finding in found])
 
 
+def test_layers_that_no_reload_was_proven_for_are_named(start: Start, steps: Steps) -> None:
+    server = start()
+    with_a_layer_that_cannot_be_loaded(server)
+    (found,) = [finding for finding in examine(server.url) if finding.check == "map"]
+    assert found.level == "warn"
+    assert "1 of 5 tensors" in found.what
+    assert "only of Bar, Baz: model.embed (model.embed is laid out by Foo)" in found.what
+    assert found.hint == "pull the step, and start the server anew on it"
+    (report,) = apply_to_servers(steps.bucket, 3, [server.url], QUICK).replicas
+    assert isinstance(report.error, Unsupported)
+    assert report.error.expected == "one of Bar, Baz"
+    assert "/pause" not in server.requests
+
+
 def test_tensors_that_take_longer_are_named(start: Start) -> None:
     server = start()
     unmapped = {f"tensor{n}": "transposed" for n in range(8)}
@@ -252,7 +266,9 @@ def with_one_less(server: StandIn) -> None:
 
 def with_a_layer_that_cannot_be_loaded(server: StandIn) -> None:
     why = {"model.embed": "model.embed is laid out by Foo"}
-    server.vllm.workers.map = {"tensors": 4, "unmapped": why, "ignored": [], "refused": why}
+    server.vllm.workers.map = {
+        "tensors": 4, "unmapped": why, "ignored": [], "refused": why, "proven": ["Bar", "Baz"]
+    }  # fmt: skip
 
 
 def is_elsewhere(server: StandIn) -> None:

@@ -102,6 +102,17 @@ def test_what_was_not_proven_is_named(layer: nn.Module, name: str) -> None:
     assert unproven(model, lambda parameter: True) is None  # it is as it was loaded
 
 
+@pytest.mark.parametrize(("layer", "taken"), [
+    (experts("TritonExperts"), True),
+    (Layer(quant_method=thing("Fp8LinearMethod")), False),
+])  # fmt: skip
+def test_of_what_is_not_known_to_be_loaded_only_plain_matrices_may_be(
+    layer: nn.Module, taken: bool
+) -> None:
+    """After a start on dummy weights no tensor is where the map says until one was loaded."""
+    assert (unproven(layer, unmapped, lambda parameter: True) is None) is taken
+
+
 def test_on_another_device_what_was_proven_on_the_cpu_is_not() -> None:
     assert (
         unproven(Layer(quant_method=thing("UnquantizedLinearMethod")).to("meta"), unmapped) is None

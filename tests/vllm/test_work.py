@@ -18,6 +18,7 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import delta_name, read_chain
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.publish import push
+from deltactl.vllm.layouts import known
 from deltactl.vllm.serving import Serving
 from deltactl.vllm.work import ModelWork, Told
 from tests.support.checkpoints import Spec, changed, random_tensor, write_hf_directory
@@ -223,7 +224,7 @@ def test_the_step_is_found_by_what_the_directory_holds(place: Place) -> None:
     for row in place.ready():
         assert (row["identity"], row["step"], row["state"]) == ("known", 1, place.states[1])
         assert row["map"] == {
-            "tensors": 3, "unmapped": {}, "ignored": ["unused"], "refused": {}
+            "tensors": 3, "unmapped": {}, "ignored": ["unused"], "refused": {}, "proven": known()
         }  # fmt: skip
 
 
@@ -350,11 +351,11 @@ def test_a_layer_that_changes_its_weights_shows_only_once_they_were_loaded(
     steps: Steps, tmp_path: Path
 ) -> None:
     """And where no reload was proven for it, that is told, and nobody is to be answered by it."""
-    for kind, phase in (("UnquantizedLinearMethod", "committed"), ("Fp8LinearMethod", "failed")):
+    experts = "UnquantizedFusedMoEMethod"
+    for kind, phase in (("UnquantizedLinearMethod", "committed"), (experts, "failed")):
         place = Place(steps, tmp_path / kind, 2, turns=True)
         for model in place.models:
-            model.head = nn.Module()
-            model.head.quant_method = type(kind, (), {})()
+            model.quant_method = type(kind, (), {})()
         place.ready()
         place.stage(3, full=True)
         for row in place.each(lambda rank: rank.commit("to 3")):
@@ -450,10 +451,25 @@ def test_a_layer_that_no_reload_was_proven_for_is_refused_by_name(
     for row in place.stage(3, full=True):
         assert row["update"]["phase"] == "failed"
         error = row["update"]["error"]
-        assert (error["kind"], error["tensor"], error["found"]) == ("Unsupported", "norm", refused)
+        assert (error["kind"], error["found"]) == ("Unsupported", refused)
         assert error["hint"] == "pull the step, and start the server anew on it"
         assert row["poisoned"] is None
     assert place.holds(1)
+
+
+def test_a_quantised_layer_that_is_not_where_the_map_says_is_refused_before_it_is_loaded(
+    steps: Steps, tmp_path: Path
+) -> None:
+    """What would be loaded is made over, whatever is live now."""
+    place = Place(steps, tmp_path, 2, turns=True)
+    for model in place.models:
+        model.head = nn.Module()
+        model.head.quant_method = type("Fp8LinearMethod", (), {})()
+    place.ready()
+    for row in place.stage(3, full=True):
+        assert row["update"]["phase"] == "failed"
+        assert row["update"]["error"]["kind"] == "Unsupported"
+        assert row["poisoned"] is None
 
 
 @pytest.mark.parametrize("fails", [0, 1])
