@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import botocore.session
 from botocore import UNSIGNED, exceptions
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
+from deltactl.bucket.endpoints import located
 from deltactl.bucket.refusals import (
     CODE,
     Place,
     Refusal,
     no_credentials,
+    no_endpoint,
     refused,
     senseless,
     unreachable,
@@ -55,8 +56,9 @@ class Keys:
 @dataclass(frozen=True, slots=True)
 class Clients:
     """``parts``: for parts of uploads, which are tried again; ``single``: for requests that are
-    tried once, and are not signed where there are no ``keys``."""
+    tried once, and are not signed where there are no ``keys``; ``place``: with the endpoint."""
 
+    place: Place
     parts: BaseClient
     single: BaseClient
     keys: Keys | None
@@ -83,12 +85,11 @@ def connect(place: Place, jobs: int, timeouts: Timeouts) -> Clients:
     except exceptions.BotoCoreError as error:
         raise _meaning(error, place, None) from None
     except ValueError:  # botocore's word for an endpoint that it cannot parse
-        raise _no_endpoint(place) from None
-    if not _is_endpoint(client.meta.endpoint_url):
-        raise _no_endpoint(place)
+        raise no_endpoint(place) from None
+    place = located(place, client.meta.endpoint_url)
     for one in (client, single):
         one.meta.events.register("before-call.s3", _stay)
-    return Clients(client, single, None if credentials is None else Keys(credentials))
+    return Clients(place, client, single, None if credentials is None else Keys(credentials))
 
 
 def _stay(context: dict[str, Any], **_: Any) -> None:
@@ -97,31 +98,13 @@ def _stay(context: dict[str, Any], **_: Any) -> None:
     context.setdefault("s3_redirect", {})["redirected"] = True
 
 
-def _is_endpoint(url: str) -> bool:
-    """Whether obstore can ask there too, which ends in a panic of its where a port cannot be."""
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    return False
-
-
-def _no_endpoint(place: Place) -> UsageError:
-    """What is set is not repeated: it may hold a password."""
-    return UsageError(
-        "the endpoint that is set for S3 is no address of a server",
-        file=place.container,
-        expected="https://HOST or http://HOST:PORT",
-        hint="set AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL anew, or endpoint_url in ~/.aws/config",
-    )
-
-
 @contextlib.contextmanager
 def translated(place: Place, name: str | None = None) -> Iterator[None]:
     """Raise what botocore raises within as core.errors."""
     try:
         yield
     except exceptions.ClientError as error:
-        raise refused(_refusal(error.response), place, name) from None
+        raise refused(refusal_of(error.response), place, name) from None
     except exceptions.BotoCoreError as error:
         raise _meaning(error, place, name) from None
     except ResponseParserError:
@@ -141,12 +124,17 @@ def _meaning(error: exceptions.BotoCoreError, place: Place, name: str | None) ->
     return UsageError(what, file=place.container, hint="aws configure list")
 
 
-def _refusal(response: Mapping[str, Any]) -> Refusal:
-    about = response.get("ResponseMetadata", {})
-    code = str(response.get("Error", {}).get("Code", ""))
+def refusal_of(response: Mapping[str, Any]) -> Refusal:
+    """What a reply says that botocore made an error of."""
+    about, error = response.get("ResponseMetadata", {}), response.get("Error", {})
+    code, message = str(error.get("Code", "")), str(error.get("Message", ""))
     after = str(about.get("HTTPHeaders", {}).get("retry-after", ""))
+    status = int(about.get("HTTPStatusCode", 0))
+    if code == str(status):  # made up by botocore, with a message, where there is no body
+        code = message = ""
     return Refusal(
-        int(about.get("HTTPStatusCode", 0)),
+        status,
         code if CODE.fullmatch(code) else "",
         float(after) if re.fullmatch(r"\d{1,5}", after) else None,
+        message,
     )

@@ -26,7 +26,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from deltactl.bucket.hub_errors import of_connection, of_status, of_xet, plain
+from deltactl.bucket.hub_errors import of_connection, of_status, of_xet
+from deltactl.bucket.said import plain
 from deltactl.core.errors import DeltactlError, Malformed, NotFound, UsageError
 
 TIMEOUT = 60.0

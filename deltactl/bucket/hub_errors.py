@@ -12,12 +12,10 @@ import re
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 
+from deltactl.bucket.said import plain
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 
 _BUSY = (408, 409, 412, 425, 429)
-_LONGEST_TEXT = 200
-_ADDRESS = re.compile(r"\b[a-z]+://[^\s)]+", re.IGNORECASE)
-_TOKEN = re.compile(r"\bhf_\w+")
 _XET_STATUS = re.compile(r"\((\d{3}) [A-Z]")
 _XET_SYSTEM = re.compile(r"\(os error (\d+)\)")
 _XET_CONNECTION = ("error sending request", "error decoding response body")
@@ -110,10 +108,3 @@ def _of_system(code: int) -> OSError:
     if code in (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ETIMEDOUT):
         return ConnectionError(code, os.strerror(code))
     return OSError(code, os.strerror(code))
-
-
-def plain(text: str) -> str:
-    """A server's text, fit to be shown: one line, not long, without addresses and tokens."""
-    text = _TOKEN.sub("hf_...", _ADDRESS.sub("...", text))
-    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return text if len(text) <= _LONGEST_TEXT else text[: _LONGEST_TEXT - 3] + "..."

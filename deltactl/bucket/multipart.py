@@ -8,10 +8,10 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from deltactl.bucket.aws import translated
+from deltactl.bucket.aws import refusal_of, translated
 from deltactl.bucket.creation import TOKEN, Source
 from deltactl.bucket.pages import pages
-from deltactl.bucket.refusals import Place
+from deltactl.bucket.refusals import NOT_IMPLEMENTED, Place, no_conditions
 from deltactl.bucket.together import together
 from deltactl.core.asides import Outcome
 from deltactl.core.store import Unfinished
@@ -82,6 +82,10 @@ class Multipart:
             # NoSuchUpload: an earlier try succeeded, but its reply was lost.
             if error.response["Error"]["Code"] in _TAKEN:
                 return False
+            refusal = refusal_of(error.response)
+            if refusal.status == NOT_IMPLEMENTED:
+                name = target["Key"].removeprefix(self._place.key(""))
+                raise no_conditions(refusal, self._place, name) from None
             raise
         return True
 

@@ -15,8 +15,14 @@ from obstore import exceptions
 
 from deltactl.bucket.creation import TOKEN, Creation, Source
 from deltactl.bucket.names import check_name
-from deltactl.bucket.obstore_errors import is_out_of_range, translated
-from deltactl.bucket.refusals import Place, changed, cut_short
+from deltactl.bucket.obstore_errors import is_out_of_range, refusal_of, translated
+from deltactl.bucket.refusals import (
+    NOT_IMPLEMENTED,
+    Place,
+    changed,
+    cut_short,
+    no_conditions,
+)
 from deltactl.bucket.staged import PREFIX as STAGED
 from deltactl.bucket.throttle import Throttle
 from deltactl.bucket.together import together
@@ -178,6 +184,11 @@ class ObjectBucket:
                 self._store.put(name, data, mode="create", attributes={TOKEN: token})
             except exceptions.AlreadyExistsError:
                 return False
+            except exceptions.BaseError as error:
+                refusal = refusal_of(error)
+                if refusal.status != NOT_IMPLEMENTED:
+                    raise
+                raise no_conditions(refusal, self._place, name) from None
         return True
 
     def _token(self, name: str) -> str | None:

@@ -25,6 +25,7 @@ _STATUS = re.compile(r"^ *status: (\d{3}),$", re.MULTILINE)
 _KIND = re.compile(r"HttpError \{\s+kind: (\w+),")
 _BEGINS_LATE = re.compile(r"InvalidRangeRequest \{\s+source: StartTooLarge \{")
 _CODE = re.compile(f"<Code>({CODE.pattern})</Code>")
+_MESSAGE = re.compile(r"<(?:Message|AuthenticationErrorDetail)>([^<]{1,2000})<")
 _WRITTEN_BY_SERVER = re.compile(r"<\?xml.*?</Error>|body: Some\(.*?\),$", re.DOTALL | re.MULTILINE)
 _OF_CREDENTIALS = re.compile(
     r"169\.254\.|metadata\.google\.internal|oauth2|TokenRequest|TokenResponse|ExternalToken",
@@ -58,16 +59,33 @@ def _meaning(error: Exception, place: Place, name: str | None) -> DeltactlError:
     text = str(error)
     if isinstance(error, ValueError):
         return UsageError("the store takes no such name", file=place.of(name))
-    if _OF_CREDENTIALS.search(_WRITTEN_BY_SERVER.sub("", text)):
+    ours = place.scheme == "s3"  # its keys are botocore's to find
+    if not ours and _OF_CREDENTIALS.search(_WRITTEN_BY_SERVER.sub("", text)):
         return no_credentials(place)
-    status = _STATUS_OF.get(type(error)) or _status(text)
-    if status:
-        code = _CODE.search(text)
-        return refused(Refusal(status, code[1] if code else ""), place, name)
+    refusal = refusal_of(error)
+    if refusal.status:
+        return refused(refusal, place, name)
     if "redirect" in text:
         return elsewhere(place)
     kind = _KIND.search(text)
     return unreachable(kind[1], place, name) if kind else senseless(place, name)
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """What a reply says that obstore made an error of; its status is 0 where there was none."""
+    text = str(error)
+    code = _CODE.search(text)
+    words = [_unquoted(found) for found in _MESSAGE.findall(text)]
+    return Refusal(
+        _STATUS_OF.get(type(error)) or _status(text),
+        code[1] if code else "",
+        message="\n".join(words),
+    )
+
+
+def _unquoted(text: str) -> str:
+    """Text as it was before Rust's debug output put it between quotes."""
+    return text.replace("\\n", "\n").replace('\\"', '"').replace("\\'", "'")
 
 
 def _status(text: str) -> int:

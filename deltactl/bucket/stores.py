@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from obstore.exceptions import BaseError
 
+from deltactl.bucket.endpoints import located
 from deltactl.bucket.names import check_name
 from deltactl.bucket.objects import ObjectBucket
 from deltactl.bucket.refusals import Place, no_credentials
@@ -100,6 +101,7 @@ def _s3(
     from deltactl.bucket.multipart import Multipart
 
     clients = connect(place, jobs, timeouts)
+    place = clients.place
     endpoint = clients.parts.meta.endpoint_url
     store = S3Store(
         place.bucket,
@@ -132,6 +134,8 @@ def _staged(
     from deltactl.bucket.staged import Staged
 
     google = place.scheme == "gs"
+    endpoint = _emulator() if google else azure_settings(os.environ).get("endpoint")
+    place = located(place, endpoint)
     store = (_google if google else _azure)(place, timeouts)
     seconds = timeouts.whole
     listing = ObstoreListing(store, place, pool, ordered=google, seconds=seconds)
@@ -142,9 +146,7 @@ def _staged(
 def _google(place: Place, timeouts: Timeouts) -> GCSStore:
     from obstore.store import GCSStore
 
-    endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
-    if endpoint and "://" not in endpoint:
-        endpoint = f"http://{endpoint}"
+    endpoint = _emulator()
     config: GCSConfig = {"base_url": endpoint} if endpoint else {}
     return GCSStore(
         place.bucket,
@@ -154,6 +156,12 @@ def _google(place: Place, timeouts: Timeouts) -> GCSStore:
         client_options=_client_options(endpoint, timeouts),
         retry_config=_NO_RETRIES,
     )
+
+
+def _emulator() -> str | None:
+    """The address of what stands in for Google's store, where there is one."""
+    endpoint = os.environ.get("STORAGE_EMULATOR_HOST")
+    return f"http://{endpoint}" if endpoint and "://" not in endpoint else endpoint
 
 
 def _no_token() -> GCSCredential:
