@@ -132,11 +132,11 @@ def _step(goal: Goal, server: Server) -> Iterator[Finding]:
     plan = plan_for(goal, server.url, server.timeout)
     if plan.error is not None:
         yield _of_error("step", plan.error)
-        return
-    by = {"full": "every tensor", "deltas": f"{plan.deltas} delta" + "s" * (plan.deltas != 1)}
-    known = "unknown weights" if plan.step_before is None else f"step {plan.step_before}"
-    how = "is served" if plan.how is None else f"can be loaded from {known}: {by[plan.how]}"
-    yield Finding("ok", "step", f"step {goal.step} {how}")
+    else:
+        by = {"full": "every tensor", "deltas": f"{plan.deltas} delta" + "s" * (plan.deltas != 1)}
+        known = "unknown weights" if plan.step_before is None else f"step {plan.step_before}"
+        how = "is served" if plan.how is None else f"can be loaded from {known}: {by[plan.how]}"
+        yield Finding("ok", "step", f"step {goal.step} {how}")
     yield from (Finding("warn", "step", note) for note in plan.notes)
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from deltactl.core.chain import read_chain
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import Audited, audit_servers
 from deltactl.server.doctor import examine
+from deltactl.server.goal import ChainGoal
 from tests.server.conftest import QUICK, Start, Steps
 from tests.support.vllm_standin import StandIn
 
@@ -132,6 +134,12 @@ def test_a_draft_that_is_not_updated_is_told_everywhere(
     assert report.error is None
     (found,) = audit(steps, 3, server)
     (note,) = [finding for finding in examine(server.url) if finding.check == "draft"]
+    goal = ChainGoal(read_chain(steps.bucket), 4)
+    for refused in ({}, {"model.embed": "laid out by Foo"}):
+        server.vllm.workers.map |= {"unmapped": refused, "refused": refused}
+        findings = examine(server.url, goal=goal)
+        assert any(finding.level == "error" for finding in findings) is bool(refused)
+        assert [finding.what for finding in findings].count(note.what) == 1
     assert report.notes == found.notes == [note.what]
     assert note.level == "warn"
     assert f"({method}, small) is not updated" in note.what
