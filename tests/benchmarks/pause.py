@@ -3,8 +3,10 @@
 
 Both load the same steps, one in a hundred elements changed, into the same model on the CPU, each in
 a server of its own, one after the other. The pause is from the first route to the last: /pause to
-/resume. Memory is what the server's largest process holds beside mapped files, before the first
-step was staged and at its most while steps were loaded.
+/resume. Before each of our updates the server sums its live weights while it serves; how long that
+takes is what an ``apply`` of the step takes that it is on. Memory is what the server's largest
+process holds beside mapped files, before the first step was staged and at its most while steps were
+loaded.
 """
 
 from __future__ import annotations
@@ -37,10 +39,13 @@ _NATIVE = ("--weight-transfer-config", '{"backend":"native"}')
 
 @dataclass(slots=True)
 class Found:
-    """Of one way: seconds paused and staged, by update; bytes before and at most."""
+    """Of one way: seconds paused, staged and summed, by update; bytes of live weights that are
+    summed; bytes of memory before and at most."""
 
     pauses: list[float] = field(default_factory=list)
     stagings: list[float] = field(default_factory=list)
+    sums: list[float] = field(default_factory=list)
+    live: int = 0
     before: int = 0
     peak: int = 0
 
@@ -112,6 +117,13 @@ def _ours(steps: list[Path], scratch: Path, encoding: str) -> Found:
                     raise SystemExit(f"step {step}: {replica.error}")
                 found.pauses.append(replica.seconds_paused)
                 found.stagings.append(replica.seconds_staging)
+                start = time.perf_counter()
+                [again] = apply_to_servers(bucket, step, [server.url]).replicas
+                found.sums.append(time.perf_counter() - start)
+                if again.error is not None or again.how is not None:
+                    raise SystemExit(f"step {step} again: {again.error}, {again.how}")
+    with open_checkpoint(steps[0]) as checkpoint:
+        found.live = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
     return found
 
 
@@ -172,6 +184,10 @@ def main(arguments: list[str]) -> int:
 def _row(name: str, found: Found) -> str:
     pauses = " ".join(f"{1000 * seconds:.0f}" for seconds in found.pauses)
     staged = f", staged before in {median(found.stagings):.2f} s" if found.stagings else ""
+    if found.sums:
+        seconds = median(found.sums)
+        staged += f', found "on it already" by its sums in {1000 * seconds:.0f} ms'
+        staged += f" ({found.live / 1e9 / seconds:.1f} GB/s)"
     more = (found.peak - found.before) / 1e6
     return (
         f"{name:22} paused {1000 * median(found.pauses):7.0f} ms (each: {pauses}){staged}; "

@@ -12,6 +12,7 @@ import pytest
 from deltactl.core.errors import Conflict, Malformed, Transient
 from deltactl.server.apply import apply_delta_to_servers, apply_to_servers
 from deltactl.server.audit import Audited, audit_servers
+from deltactl.server.doctor import examine
 from deltactl.server.report import Replica
 from tests.server.conftest import QUICK, Start, Steps
 from tests.support.vllm_standin import StandIn
@@ -142,6 +143,26 @@ def test_what_cannot_be_summed_is_told(
 
 
 # Sleep.
+
+
+def of_weights(server: StandIn) -> tuple[str, str, str | None]:
+    (found,) = [row for row in examine(server.url) if row.check == "weights"]
+    return found.level, found.what, found.hint
+
+
+def test_the_doctor_tells(start: Start, steps: Steps) -> None:
+    server = start()
+    apply(steps, 2, server)
+    reset(server)
+    audit(steps, 2, server)
+    level, what, hint = of_weights(server)
+    assert (level, hint) == ("warn", "deltactl apply BUCKET@STEP --server URL")
+    assert what.startswith("nobody knows the weights: ")
+    apply(steps, 2, server)
+    assert of_weights(server)[:2] == ("ok", f"step 2, state {steps.states[2]}")
+    server.vllm.handle("POST", "/sleep", {"level": "1"}, {})
+    level, what, _ = of_weights(server)
+    assert (level, "sleeps" in what) == ("warn", True)
 
 
 @pytest.mark.parametrize("level", [1, 2])
