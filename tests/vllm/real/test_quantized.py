@@ -24,7 +24,9 @@ from deltactl.server.report import Replica
 from deltactl.server.update import Options
 from deltactl.vllm import cpu_layout
 from deltactl.vllm.layouts import RESTART, unproven
+from deltactl.vllm.regions import TensorSpec
 from deltactl.vllm.reload import reload_tensors
+from deltactl.vllm.weight_map import record
 from tests.support.checkpoints import read_tensors
 from tests.support.vllm_chain import write_like
 from tests.support.vllm_client import PROMPTS
@@ -91,6 +93,10 @@ def test_a_reloaded_model_computes_as_a_fresh_one(kind: str, models: Path) -> No
         open_checkpoint(models / f"{kind}-1") as second,
     ):
         assert unproven(model, nothing_is_mapped) is None
+        specs = [TensorSpec(t.name, t.dtype, t.shape) for t in first.tensors.values()]
+        found = record(model, specs)
+        assert found.ignored == ()  # or their changes would be passed over
+        assert {name for name in first.tensors if "_proj." in name} <= found.unmapped.keys()
         before = outputs(model)
         assert {name for name in before if name.endswith("()")} <= differing(before, expected)
         config = get_current_vllm_config().model_config
