@@ -120,6 +120,7 @@ class _Reload:
     def __init__(self, server: Server, report: Replica, options: Options, target: str) -> None:
         self._server, self._report, self._options = server, report, options
         self._again = f"deltactl apply {target} --server {server.url}"
+        self._since = 0.0  # when the pause was asked for
 
     def look(self, tensors: Specs, met: Met) -> None:
         """Raise what stands between the server and a reload of a checkpoint of these tensors."""
@@ -161,7 +162,7 @@ class _Reload:
         if stop.is_set():
             raise self._interrupted()
         _twice(lambda: server.set_label(f"{MARK}{step}"))
-        since = monotonic()
+        self._since = monotonic()
         if not held:
             self._pause(before)
         if stop.is_set():
@@ -174,8 +175,6 @@ class _Reload:
             report.notes.append(
                 "was paused already, and is left paused: what it answers is not known"
             )
-        else:
-            report.seconds_paused = monotonic() - since
 
     def _pause(self, before: str) -> None:
         clear = not self._options.keep_cache
@@ -209,6 +208,7 @@ class _Reload:
             _twice(self._server.resume)
             self._report.paused = False
             if loaded:
+                self._report.seconds_paused = monotonic() - self._since
                 self._ask_or_pause()
         _twice(lambda: self._server.set_label(label))  # until then the pause is known for ours
 
