@@ -33,7 +33,8 @@ MEANINGS = {
     NOT_ALLOWED: "not allowed: authentication or permission",
     TRANSIENT: "transient: network or a busy server; trying again may help",
     NOT_FOUND: "no such bucket, chain, step or file",
-    CONFLICT: "conflict: the step exists with other content, or the base is another",
+    CONFLICT: "conflict: the step exists with other content, the base or the model is another, or "
+    "a directory holds what is not to be replaced",
     INTERRUPTED: "interrupted",
 }
 """Every exit status, in order; the manual's table."""

@@ -58,7 +58,8 @@ def _save_config(config: Saves, model: Any, dtype: str | None, place: Path) -> N
     """As ``model.save_pretrained`` does: with the class and the dtype of the weights."""
     own: Any = copy.deepcopy(config)
     if hasattr(own, "architectures"):
-        own.architectures = [type(model).__name__]
+        # fully_shard makes a class of its own of the model's, which no server knows.
+        own.architectures = [type(model).__name__.removeprefix("FSDP")]
     held = str(getattr(model, "dtype", "")).removeprefix("torch.")
     for key in ("dtype", "torch_dtype"):  # the later name first; the other is its alias, or gone
         if hasattr(own, key) and (dtype or held):

@@ -137,6 +137,13 @@ def test_the_chain_goes_on_with_the_other_model(tmp_path: Path, bucket: LocalBuc
     assert "qwen2" in (tmp_path / "dest/config.json").read_text()
 
 
+def test_the_flag_changes_nothing_for_the_same_model(tmp_path: Path, bucket: LocalBucket) -> None:
+    push(model(tmp_path / "one", tensors()), bucket, allow_other_model=True)
+    later = {name: changed(spec, 0.1, 5) for name, spec in tensors().items()}
+    report = push(model(tmp_path / "two", later), bucket, allow_other_model=True)
+    assert (report.kind, report.notes) == ("delta", ())
+
+
 @pytest.mark.parametrize("from_step", [None, 1, 2])
 def test_a_chain_of_two_models_is_copied(
     tmp_path: Path, bucket: LocalBucket, from_step: int | None
