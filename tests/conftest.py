@@ -2,6 +2,7 @@
 
 import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -47,6 +48,10 @@ settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")  # before a test is imported: how fast it is decides nothing
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background; what a test starts is to be interrupted there too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported, so before any test
 

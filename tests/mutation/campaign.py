@@ -12,6 +12,7 @@ from dataclasses import asdict
 from itertools import chain, zip_longest
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 from tests.mutation.mutants import Mutant
 from tests.mutation.running import ROOT, Copy, Fate
@@ -24,7 +25,7 @@ Tell = Callable[[str, Mutant, Fate], None]
 class Campaign:
     """Runs mutants of ``tests``' modules in ``jobs`` copies of ``root``, which are made in
     ``scratch``. ``log``: a file that what is found is added to, and in which killed mutants of
-    unchanged modules are looked up first."""
+    unchanged modules, and the time of unchanged tests, are looked up first."""
 
     def __init__(
         self,
@@ -62,11 +63,17 @@ class Campaign:
         return found
 
     def _measure(self, tests: tuple[str, ...]) -> None:
-        copy = self._copies.get()
-        try:
-            self._usual[frozenset(tests)] = copy.without_fault(tests)  # in whatever order
-        finally:
-            self._copies.put(copy)
+        group = frozenset(tests)  # in whatever order
+        row = {"tests": sorted(group), "source": self._digest(*sorted(group))}
+        known = [past["seconds"] for past in self._noted() if past.items() >= row.items()]
+        if not known:
+            copy = self._copies.get()
+            try:
+                known = [copy.without_fault(tests)]
+            finally:
+                self._copies.put(copy)
+            self._note(row | {"seconds": known[0]})
+        self._usual[group] = known[0]
 
     def _fate(self, module: str, mutant: Mutant) -> Fate:
         tests = self._tests[module]
@@ -75,33 +82,36 @@ class Campaign:
             fate = copy.fate(module, mutant, tests, self._usual[frozenset(tests)])
         finally:
             self._copies.put(copy)
-        self._note(module, mutant, fate)
+        row = {"module": module, "source": self._digest(module), "name": mutant.name}
+        self._note(row | asdict(fate))
         return fate
 
     # The log.
 
-    def _digest(self, module: str) -> str:
-        return hashlib.sha256((self._root / module).read_bytes()).hexdigest()
+    def _digest(self, *files: str) -> str:
+        content = b"".join((self._root / file).read_bytes() for file in files)
+        return hashlib.sha256(content).hexdigest()
 
-    def _note(self, module: str, mutant: Mutant, fate: Fate) -> None:
+    def _note(self, row: Mapping[str, Any]) -> None:
         if self._log is not None:
-            row = {"module": module, "source": self._digest(module), "name": mutant.name}
             with self._lock, open(self._log, "a") as file:
-                print(json.dumps(row | asdict(fate)), file=file)
+                print(json.dumps(row), file=file)
+
+    def _noted(self) -> list[dict[str, Any]]:
+        if self._log is None or not self._log.exists():
+            return []
+        return [json.loads(line) for line in self._log.read_text().splitlines()]
 
     def _known(self, module: str, asked: Sequence[Mutant]) -> Iterator[tuple[Mutant, Fate]]:
         """Of a module that is what it was, those that were killed. What survived is tried again, as
         there may be a test by now."""
-        if self._log is None or not self._log.exists():
-            return
         names = {mutant.name: mutant for mutant in asked}
-        digest = self._digest(module)
-        for line in self._log.read_text().splitlines():
-            row = json.loads(line)
-            fate, name = Fate(row["what"], row["seconds"]), tuple(row["name"])
-            same = (row["module"], row["source"]) == (module, digest)
-            if same and not fate.survived and name in names:
-                yield names[name], fate
+        same = {"module": module, "source": self._digest(module)}
+        for row in self._noted():
+            if row.items() >= same.items() and tuple(row["name"]) in names:
+                fate = Fate(row["what"], row["seconds"], row["by"])
+                if not fate.survived:
+                    yield names[tuple(row["name"])], fate
 
 
 def _in_turn(asked: Asked) -> Iterator[tuple[str, Mutant]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,10 +30,12 @@ class Useless(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of a mutant: ``killed``, ``survived``, or ``hung`` until it was ended."""
+    """What became of a mutant: ``killed``, ``survived``, or ``hung`` until it was ended. ``by``:
+    the test that failed."""
 
     what: str
     seconds: float
+    by: str = ""
 
     @property
     def survived(self) -> bool:
@@ -66,7 +69,9 @@ class Copy:
             raise Useless(f"of {' '.join(tests)} no test was run:\n{said}")
         if status is None:
             return Fate("hung", seconds)
-        return Fate("survived" if status == _PASSED else "killed", seconds)
+        if status == _PASSED:
+            return Fate("survived", seconds)
+        return Fate("killed", seconds, " ".join(re.findall(r"^(?:FAILED|ERROR) (.+)", said, re.M)))
 
     def _write(self, path: Path, source: bytes) -> None:
         """What was compiled is known by a time in seconds and a size, and both may be the same."""

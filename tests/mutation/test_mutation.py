@@ -169,6 +169,9 @@ def test_a_toy_is_mutated_in_a_copy_and_what_survives_is_told(toy: Path, tmp_pat
         ("value < low", "(value <= low)"): "survived",  # the same is returned
         ("log('so it was')", "pass"): "survived",
     }
+    assert {fate.by.split(" - ")[0] for fate in fates.values() if not fate.survived} == {
+        "test_toy.py::test_at_least"
+    }
     assert (toy / "toy.py").read_text() == TOY
     assert not list(toy.rglob("__pycache__"))
     # What was killed is known, and what survived is tried again.
