@@ -14,7 +14,8 @@ from typing import Protocol
 from deltactl.trainer.report import log
 
 PATIENCE = 60.0
-"""Seconds that the end of a process waits for what was captured to be in the bucket."""
+"""Seconds that what ends without being closed in order, a process or a training that raised, waits
+for what was captured to be in the bucket."""
 
 
 class Putting(Protocol):
@@ -43,6 +44,7 @@ class Ending:
         self._line, self._encoder, self._stack = line, encoder, stack
         self._owner = os.getpid()
         self._thread: threading.Thread | None = None
+        self._had_its_time = False
         _open.add(self)
 
     @property
@@ -64,8 +66,20 @@ class Ending:
         if self not in _open or self.is_foreign:
             return
         log.warning("a publisher was never closed: what it has captured is put now")
+        self._start()
+
+    def finish_soon(self) -> None:
+        """The same, for up to a minute; what takes longer goes on beside whatever comes next."""
+        thread = self._start()
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            self._had_its_time = True
+            self._line.tell_missing()
+
+    def _start(self) -> threading.Thread:
         self._thread = threading.Thread(target=self.finish, name="deltactl-ending", daemon=True)
         self._thread.start()
+        return self._thread
 
     def _put(self, until: float | None) -> None:
         self._encoder.shutdown()
@@ -73,17 +87,16 @@ class Ending:
 
     def at_exit(self, until: float) -> None:
         """Put what waits until the clock is at ``until``; the system lets go of the rest."""
-        if self.is_foreign:
+        if self.is_foreign or self._had_its_time:
             return
-        thread = self._thread
-        if thread is None:
+        if self._thread is not None:
+            self._thread.join(max(0.0, until - time.monotonic()))
+        else:
             log.warning(
                 "the process ends, and a publisher was never closed: what it has captured is put "
                 "now, for up to %.0f s", max(0.0, until - time.monotonic()),
             )  # fmt: skip
-            thread = threading.Thread(target=self._put, args=(until,), daemon=True)
-            thread.start()
-        thread.join(max(0.0, until - time.monotonic()))
+            self._put(until)
         if self in _open:
             _open.discard(self)
             self._line.tell_missing()

@@ -175,7 +175,10 @@ class Stepping(ABC, Generic[L]):
         try:
             self._finish(self._line, complete)
         finally:
-            self._ending.finish()
+            if complete:
+                self._ending.finish()
+            else:
+                self._ending.finish_soon()
 
     @abstractmethod
     def _finish(self, line: L, complete: bool) -> None:

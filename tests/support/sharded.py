@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from deltactl.core.errors import DeltactlError
@@ -186,6 +186,23 @@ def inner_optimizer_of_zero2(place: Path) -> None:
     Publisher(wrapped, place / "bucket", optimizer=wrapped.optimizer.optimizer)
 
 
+never_closed: list[RanksPublisher] = []
+
+
+def ranks_never_closed(place: Path) -> None:
+    """What this process ends with."""
+    model = fully_shard(small())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    never_closed.append(
+        RanksPublisher(model, place / "bucket", optimizer=optimizer, scratch=place / "scratch")
+    )
+    for step in (1, 2, 3):
+        update(model, optimizer, step)
+        whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+        if dist.get_rank() == 0:
+            (place / f"expected-{step}").write_bytes(pickle.dumps(bits_of(whole)))
+
+
 def one_of_emptied(place: Path) -> None:
     """No sharding that is known, and yet a rank whose parameters are empty."""
     model = small(torch.float32)
@@ -208,6 +225,7 @@ CASES: dict[str, Case] = {
     "zero2: Publisher": zero2,
     "zero2's optimizer: Publisher": optimizer_of_zero2,
     "zero2's inner optimizer: Publisher": inner_optimizer_of_zero2,
+    "never closed: RanksPublisher": ranks_never_closed,
 }  # fmt: skip
 
 
@@ -230,7 +248,6 @@ def main(root: Path, rank: int) -> None:
             row["published"] = sorted(p.name for p in place.glob("bucket/*"))
             print(json.dumps(row), file=lines, flush=True)
             dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -91,6 +91,16 @@ def test_what_zero_leaves_whole_is_published(
     assert_chain(LocalBucket(there / "bucket"), expected, tmp_path)
 
 
+def test_ranks_that_end_without_closing_put_what_they_have(
+    ranks: list[dict[str, dict[str, Any]]], place: Path, tmp_path: Path
+) -> None:
+    case = "never closed: RanksPublisher"
+    assert [rows[case]["error"] for rows in ranks] == [None, None]
+    there = place / str(list(sharded.CASES).index(case))
+    expected = {n: pickle.loads((there / f"expected-{n}").read_bytes()) for n in (1, 2, 3)}
+    assert_chain(LocalBucket(there / "bucket"), expected, tmp_path)
+
+
 @pytest.mark.parametrize("case", ["zero2's optimizer", "zero2's inner optimizer"])
 def test_an_optimizer_of_zeros_copies_is_refused_by_all_ranks(
     ranks: list[dict[str, dict[str, Any]]], case: str
