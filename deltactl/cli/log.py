@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -58,7 +59,7 @@ def log(
     chain = read_chain(opened)
     if not chain.links and not chain.problems:
         raise NotFound(
-            "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {bucket}"
+            "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {quote(bucket)}"
         )
     left = leftovers_of(opened, chain)
     replaced = {link.name for link in chain.links if replaces_all(chain, link)}
@@ -76,7 +77,7 @@ def log(
     screen.result(document, lambda: _lines(chain, replaced))
     if left.cleaned:
         found = f"{text.plural(len(left.cleaned), 'left-over')}, {text.size(left.bytes)}"
-        screen.warn(f"{found}, of commands that died: deltactl clean {chain.url}")
+        screen.warn(f"{found}, of commands that died: deltactl clean {quote(chain.url)}")
     if chain.problems:
         for problem in chain.problems:
             screen.fault(problem)

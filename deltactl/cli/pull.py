@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -84,7 +85,7 @@ def pull(
         )
     if report.newer:
         steps = ", ".join(map(str, report.newer))
-        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {bucket}")
+        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {quote(bucket)}")
     if not report.proven:
         screen.warn("the links name no digest: nothing proves the result")
     document = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -47,7 +48,7 @@ def warn_of_newer(screen: Output, newer: Sequence[int], bucket: str) -> None:
     """Say that a chain has steps above those that can be had."""
     if newer:
         steps = ", ".join(map(str, newer))
-        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {bucket}")
+        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {quote(bucket)}")
 
 
 def say_interrupted(screen: Output) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,7 +69,7 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
     named = bucket_and_step(target)
     if named is None:
         what = "neither a delta file nor a step of a chain"
-        raise UsageError(what, found=target, hint=f"deltactl show {target}@STEP")
+        raise UsageError(what, found=target, hint=f"deltactl show {quote(target)}@STEP")
     from deltactl.bucket import open_bucket
     from deltactl.core.anchor import AnchorHeader
     from deltactl.core.chain import read_chain

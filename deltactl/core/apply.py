@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Literal
 
 import numpy as np
@@ -160,7 +161,7 @@ def another_base(delta: Delta, found: str) -> Conflict:
         step=delta.header.step,
         expected=f"state {delta.header.base_state}",
         found=f"state {found}",
-        hint=f"deltactl show {delta.path}",
+        hint=f"deltactl show {quote(str(delta.path))}",
     )
 
 
@@ -185,7 +186,7 @@ def which_side(base: Checkpoint, delta: Delta) -> Side:
                 tensor=record.name,
                 step=delta.header.step,
                 expected=f"state {delta.header.base_state}",
-                hint=f"deltactl show {delta.path}",
+                hint=f"deltactl show {quote(str(delta.path))}",
             )
         seen += record.changed
         if len(sides) == 1 and seen >= _ENOUGH:

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from shlex import quote
 
 from deltactl.core.anchor import (
     INDEX,
@@ -205,7 +206,7 @@ class Chain:
             file=self.url,
             step=step,
             found=have,
-            hint=f"deltactl log {self.url}",
+            hint=f"deltactl log {quote(self.url)}",
         )
 
     def _no_way(self, step: int, at: int) -> Malformed:
@@ -221,7 +222,7 @@ class Chain:
             step=delta.step,
             expected=f"step {before} with state {delta.base_state}",
             found=f"state {self.state_at(before)}" if before is not None and present else "no link",
-            hint=f"deltactl verify {self.url} --level links",
+            hint=f"deltactl verify {quote(self.url)} --level links",
         )
 
 
@@ -256,7 +257,7 @@ def read_links(bucket: Bucket, names: Sequence[str]) -> list[Link]:
     candidates = {candidate[2]: candidate for candidate in _candidates(bucket.list())}
     for name in names:
         if name not in candidates:
-            hint = f"deltactl log {bucket.url}"
+            hint = f"deltactl log {quote(bucket.url)}"
             raise NotFound("the bucket has no such link", file=name, found=bucket.url, hint=hint)
     reader = HeaderReader(bucket)
     found = map_requests(lambda name: _read_link(reader, *candidates[name]), names, bucket.jobs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from deltactl.core.admission import (
     Admitted,
@@ -37,7 +38,7 @@ def admit(checkpoint: Checkpoint, bucket: Bucket, chain: Chain, *, allow: bool) 
     Raises Conflict as ``admission`` does, Malformed, and what the bucket raises.
     """
     file, new = checkpoint.path, model_of(checkpoint)
-    way = f"if it is meant: deltactl push {file} {chain.url} --allow-other-model"
+    way = f"if it is meant: deltactl push {quote(str(file))} {quote(chain.url)} --allow-other-model"
     if chain.tip is None:
         return Admitted(False, check_first(new, way=way, file=file, allow=allow))
     tip = chain_model(bucket, chain, chain.tip)

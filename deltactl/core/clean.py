@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from shlex import quote
 from typing import Any
 
 from deltactl.core.asides import Outcome
@@ -193,7 +194,7 @@ class _Cleaning:
                         file=index_of(item.name),
                         step=item.step,
                         hint="push the step again while its index is away: remove that object "
-                        f"first; then deltactl verify {self._bucket.url}",
+                        f"first; then deltactl verify {quote(self._bucket.url)}",
                     )
                 )
 

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from deltactl.core.chain import Chain, Link, read_chain
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
@@ -105,7 +106,7 @@ def _from(chain: Chain, step: int | None) -> Chain:
             file=chain.url,
             step=step,
             found=f"anchors at {', '.join(map(str, chain.starts)) or 'no step'}",
-            hint=f"deltactl log {chain.url}",
+            hint=f"deltactl log {quote(chain.url)}",
         )
     links = [link for link in chain.links if link.step > start or link is chain.starts[start]]
     problems = [p for p in chain.problems if p.step is not None and p.step > start]
@@ -120,7 +121,7 @@ def _read_dest(dest: Bucket) -> Chain:
         return Chain((), url=dest.url)
     for problem in there.problems:
         what = "the destination holds something that is no sound link"
-        hint = f"deltactl verify {dest.url}"
+        hint = f"deltactl verify {quote(dest.url)}"
         raise Conflict(what, file=problem.file, step=problem.step, found=problem.what, hint=hint)
     return there
 
@@ -157,7 +158,7 @@ def _other(there: Chain, link: Link, expected: str) -> Conflict:
         step=link.step,
         expected=expected,
         found=f"state {link.result_state}, {link.bytes} bytes",
-        hint=f"deltactl log {there.url}",
+        hint=f"deltactl log {quote(there.url)}",
     )
 
 
@@ -206,7 +207,7 @@ def _copy(
 
 def _of(source: Bucket, fault: DeltactlError) -> DeltactlError:
     """A fault, with a word on which of the two buckets it is in."""
-    fault.hint = fault.hint or f"deltactl verify {source.url}"
+    fault.hint = fault.hint or f"deltactl verify {quote(source.url)}"
     return fault
 
 
@@ -235,5 +236,5 @@ def _put(dest: Bucket, link: Link, found: Fetched) -> bool:
         step=link.step,
         expected=f"{place.stat().st_size} bytes as in the source",
         found="other bytes",
-        hint=f"deltactl log {dest.url}",
+        hint=f"deltactl log {quote(dest.url)}",
     )

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from deltactl.core.anchor import AnchorFile, is_plain_path
 from deltactl.core.anchor_check import has_file
@@ -98,7 +99,7 @@ def check_no_trainer(dest: Path, chain: Chain) -> None:
             file=dest,
             found=listed(found),
             hint="pull into a new directory; to replace the weights there all the same: "
-            f"deltactl pull {chain.url} {dest} --force",
+            f"deltactl pull {quote(chain.url)} {quote(str(dest))} --force",
         )
 
 

@@ -7,6 +7,7 @@ import re
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, BinaryIO
 
 from deltactl.core.bits import Bytes
@@ -59,7 +60,7 @@ def _own(path: Path) -> Unsupported:
     return Unsupported(
         "a delta, and no checkpoint",
         file=path,
-        hint=f"deltactl apply {path} BASE -o OUT makes a checkpoint of it",
+        hint=f"deltactl apply {quote(str(path))} BASE -o OUT makes a checkpoint of it",
     )
 
 
@@ -108,7 +109,7 @@ def no_weights(directory: Path, names: Sequence[str], expected: str) -> Deltactl
         return unsupported(what, f"python {home}/zero_to_fp32.py {home} OUT")
     if {"anchors", "deltas"} & set(names):
         what = "a bucket with a chain, and no checkpoint"
-        return unsupported(what, f"deltactl pull {directory} DEST")
+        return unsupported(what, f"deltactl pull {quote(str(directory))} DEST")
     if found := inside(r"weight_v\d+|v\d+|delta-\d{8}"):
         what = f"a directory of versions such as {found}, and no checkpoint"
         return unsupported(what, _FULL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shlex import quote
+
 from deltactl.core.cadence import Cadence, Run
 from deltactl.core.chain import Chain
 from deltactl.core.delta_header import DeltaHeader
@@ -25,7 +27,7 @@ class Placement:
                 file=chain.url,
                 step=newest,
                 found=chain.problems[0] if chain.problems else None,
-                hint=f"deltactl verify {chain.url}",
+                hint=f"deltactl verify {quote(chain.url)}",
             )
         if newest is not None and chain.state_at(newest) is None:
             raise self._no_digests(newest)
@@ -39,7 +41,7 @@ class Placement:
                 file=chain.url,
                 expected=f"step {newest + 1} or above",
                 found=f"step {step}",
-                hint=f"deltactl log {chain.url}",
+                hint=f"deltactl log {quote(chain.url)}",
             )
         return step
 
@@ -80,7 +82,7 @@ class Placement:
                 step=step,
                 expected=f"state {links[0].result_state}",
                 found=f"state {state}",
-                hint=f"deltactl log {self._chain.url}",
+                hint=f"deltactl log {quote(self._chain.url)}",
             )
 
     def check_on_tip(self, header: DeltaHeader) -> None:
@@ -91,7 +93,7 @@ class Placement:
                 "the chain is empty, and a delta needs a base",
                 file=header.file,
                 expected=f"state {header.base_state}",
-                hint=f"deltactl push CKPT {self._chain.url}",
+                hint=f"deltactl push CKPT {quote(self._chain.url)}",
             )
         found = self._chain.state_at(tip)
         if found != header.base_state:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from deltactl.core.advice import AUTO, BANDWIDTH, Advice, advise
 from deltactl.core.anchor import is_plain_path
@@ -240,7 +241,7 @@ class _Publisher:
                 step=tip,
                 expected=f"state {expected}",
                 found=f"state {found.base_state}",
-                hint=f"deltactl pull {self._chain.url} DEST --step {tip}",
+                hint=f"deltactl pull {quote(self._chain.url)} DEST --step {tip}",
             )
         return found
 
@@ -381,7 +382,7 @@ class _Publisher:
                 step=step,
                 expected=f"state {state}",
                 found=f"state {found}",
-                hint=f"deltactl log {self._chain.url}",
+                hint=f"deltactl log {quote(self._chain.url)}",
             )
         return False
 

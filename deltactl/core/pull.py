@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from deltactl.core.anchor import INDEX, AnchorFile
@@ -211,7 +212,7 @@ def wanted_step(chain: Chain, step: int | None) -> int:
     if chain.links:
         chain.path(chain.links[-1].step)
     raise NotFound(
-        "the bucket holds no chain", file=chain.url, hint=f"deltactl push CKPT {chain.url}"
+        "the bucket holds no chain", file=chain.url, hint=f"deltactl push CKPT {quote(chain.url)}"
     )
 
 
@@ -232,7 +233,8 @@ def _newest(chain: Chain, dest: Path, held: Held | None) -> int:
             file=dest,
             expected=f"step {have} or above in {chain.url}",
             found=f"step {best}" if best >= 0 else "no step that can be rebuilt",
-            hint=f"deltactl verify {chain.url}; to go back, name the step: --step {max(best, 0)}",
+            hint=f"deltactl verify {quote(chain.url)}; to go back, name the step: "
+            f"--step {max(best, 0)}",
         )
     return best
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
 from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
@@ -145,7 +146,7 @@ def _look(
         file=gone[0],
         step=step_of(name),
         hint=f"remove what is left of {name.rsplit('/', 1)[0]}, its index first, and publish the "
-        f"step again; then deltactl verify {bucket.url}",
+        f"step again; then deltactl verify {quote(bucket.url)}",
     )
 
 
@@ -166,6 +167,6 @@ def _other_content(bucket: Bucket, name: str, snapshot: Snapshot) -> Conflict:
         "a link of other content, finished or not, has the step's place",
         file=name,
         step=snapshot.step,
-        hint=f"somebody may be publishing it now: see deltactl log {bucket.url}; push a later "
-        f"step, or, if nobody is, remove {snapshot.name.rsplit('/', 1)[0]}",
+        hint=f"somebody may be publishing it now: see deltactl log {quote(bucket.url)}; push a "
+        f"later step, or, if nobody is, remove {snapshot.name.rsplit('/', 1)[0]}",
     )

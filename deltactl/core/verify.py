@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from deltactl.core.chain import Chain, Link, read_chain
@@ -80,7 +81,7 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
         raise UsageError(
             "a delta alone cannot be rebuilt",
             file=path,
-            hint=f"deltactl apply {path} BASE -o OUT checks base and result",
+            hint=f"deltactl apply {quote(str(path))} BASE -o OUT checks base and result",
         )
     report = VerifyReport(level, links=1, steps=1)
     try:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from deltactl.core.chain import read_chain
 from deltactl.core.progress import Progress, silent
@@ -103,7 +104,7 @@ def _to_goal(url: str, job: Job, together: Together, met: Met) -> Replica:
             server.close()
     except Exception as error:
         report.error = as_error(error)
-        again = f"deltactl apply {job.goal.target} --server {url}"
+        again = f"deltactl apply {quote(job.goal.target)} --server {url}"
         unknown = job.asked and report.paused is None
         if unknown and not isinstance(error, Dead):
             report.notes.append("may be paused, on the old step or on the new one")

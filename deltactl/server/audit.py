@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from typing import Any
 
 from deltactl.core.chain import Chain, read_chain
@@ -164,15 +165,15 @@ def _check_state(
     if engine.doubt is not None:
         wanted = chain.tip if step is None else step
         engine.doubt.file, engine.doubt.step = server.url, step
-        engine.doubt.hint = f"deltactl apply {chain.url}@{wanted} --server {server.url}"
+        engine.doubt.hint = f"deltactl apply {quote(chain.url)}@{wanted} --server {server.url}"
         raise engine.doubt
     expected = "a state of the chain" if step is None else f"state {chain.state_at(step)}"
     known = engine.state in states if step is None else engine.state == chain.state_at(step)
     if not known:
         wanted = chain.tip if step is None else step
-        hint = f"deltactl apply {chain.url}@{wanted} --server {server.url}"
+        hint = f"deltactl apply {quote(chain.url)}@{wanted} --server {server.url}"
         if _newer(chain, step):  # it may be on one of them, and would be taken back
-            hint = f"deltactl verify {chain.url}"
+            hint = f"deltactl verify {quote(chain.url)}"
         raise Conflict(
             "the server is on another step"
             if step is not None
@@ -203,7 +204,7 @@ def _judge(server: Server, chain: Chain, audit: Audit, report: Audited) -> None:
             step=report.step,
             tensor=audit.differing[0],
             found=f"{len(audit.differing)} of {audit.checked} tensors that were compared differ",
-            hint=f"deltactl apply {chain.url}@{report.step} --server {server.url} --repair",
+            hint=f"deltactl apply {quote(chain.url)}@{report.step} --server {server.url} --repair",
         )
     if not audit.checked:
         raise Unproven("no tensor could be looked at", file=server.url, step=report.step)

@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from shlex import quote
 from time import monotonic
 from typing import Any
 
@@ -217,8 +218,14 @@ class Drive:
     def _remedy(self, error: DeltactlError) -> str | None:
         """What to type where the live weights are at fault, or what is in the bucket."""
         if isinstance(error, Conflict):
-            return f"deltactl apply {self.job.goal.target} --server {self.server.url} --repair"
-        return f"deltactl verify {self.job.goal.bucket}" if isinstance(error, Malformed) else None
+            return (
+                f"deltactl apply {quote(self.job.goal.target)} --server {self.server.url} --repair"
+            )
+        return (
+            f"deltactl verify {quote(self.job.goal.bucket)}"
+            if isinstance(error, Malformed)
+            else None
+        )
 
     def _poll(self, seen: Seen) -> Seen:
         """Wait a while, then look at what can have changed. Raises Transient where nothing does."""
@@ -344,7 +351,7 @@ def unknown_weights(
     found = cause or seen.engine.poisoned
     remedy = seen.engine.poisoned.hint if seen.engine.poisoned else None
     if remedy is None or remedy.startswith("deltactl apply"):
-        remedy = f"deltactl apply {target} --server {url}, which writes every tensor anew"
+        remedy = f"deltactl apply {quote(target)} --server {url}, which writes every tensor anew"
     return Malformed(
         f"the server's weights are in an unknown state; {state}",
         file=url,

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any, Protocol
 
 from deltactl.core.chain import Chain, Link, delta_directory, delta_name
@@ -103,7 +104,8 @@ class ChainGoal:
                 "the chain names no states, so a running server could not prove what it serves",
                 file=chain.url,
                 step=self.step,
-                hint=f"deltactl apply {self.target} --via reload --reload-dir DIR --server URL",
+                hint=f"deltactl apply {quote(self.target)} --via reload --reload-dir DIR "
+                "--server URL",
             )
         self.state = state
         self._specs = specs_at(chain, self.step)

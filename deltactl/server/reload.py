@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
+from shlex import quote
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -119,7 +120,7 @@ class _Reload:
 
     def __init__(self, server: Server, report: Replica, options: Options, target: str) -> None:
         self._server, self._report, self._options = server, report, options
-        self._again = f"deltactl apply {target} --server {server.url}"
+        self._again = f"deltactl apply {quote(target)} --server {server.url}"
         self._since = 0.0  # when the pause was asked for
 
     def look(self, tensors: Specs, met: Met) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping
+from shlex import quote
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -199,7 +200,7 @@ class Wire:
         if self._answered:
             hint = "it has ended, or its engine has died: see its log, and restart the server"
             return Lost(f"{what} any more", file=self.url, found=found, hint=hint)
-        hint = f"deltactl doctor --server {self.url}; if it is still starting, wait for it"
+        hint = f"deltactl doctor --server {quote(self.url)}; if it is still starting, wait for it"
         return Unreachable(what, file=self.url, found=found, hint=hint)
 
     def _refused(self, status: int, path: str, raw: bytes) -> DeltactlError:
@@ -209,7 +210,7 @@ class Wire:
             hint = f"set {KEY}, or further headers in {HEADERS}"
             return NotAllowed(what, file=self.url, found=f"status {status}", hint=hint)
         kind = Busy if status in (408, 429, 502, 503, 504) else Refused
-        hint = f"deltactl doctor --server {self.url}"
+        hint = f"deltactl doctor --server {quote(self.url)}"
         if kind is Busy:
             hint = "it may be starting, or have too much to do: wait for it"
         return kind(status, path, file=self.url, found=told, hint=hint)

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 
 from deltactl.bucket import open_bucket
 from deltactl.core.errors import Conflict, NotAllowed
@@ -46,8 +47,8 @@ def put_link(bucket: Bucket, name: str, path: Path, step: int) -> None:
         "the step was published by somebody else meanwhile",
         file=name,
         step=step,
-        hint=f"one publisher a chain: see deltactl log {bucket.url}; publish into a new bucket, or "
-        "end the other one and start again",
+        hint=f"one publisher a chain: see deltactl log {quote(bucket.url)}; publish into a new "
+        "bucket, or end the other one and start again",
     )
 
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from deltactl.core.apply import write_result
 from deltactl.core.asides import remove
@@ -249,7 +250,7 @@ def _rebuild(
             step=step,
             expected=f"state {state}",
             found=f"state {chain.state_at(step)}",
-            hint=f"deltactl log {bucket.url}",
+            hint=f"deltactl log {quote(bucket.url)}",
         )
     if not dest.exists() and model is not None and known is not None:
         names = _way_from(chain, known.state, step)
