@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
 
 from deltactl.core.asides import Outcome
 from deltactl.core.chain import Chain, read_chain
-from deltactl.core.errors import Conflict, DeltactlError, NotAllowed
+from deltactl.core.errors import Conflict, DeltactlError, NotAllowed, NotFound
 from deltactl.core.link_names import index_of, step_of
 from deltactl.core.store import Bucket, Object, Unfinished
 
@@ -116,15 +116,28 @@ class _Cleaning:
         self._errors: list[DeltactlError] = []
 
     def run(self) -> CleanReport:
-        report = self.found(read_chain(self._bucket))
+        unfinished = self._unfinished()
+        report = self.found(self._chain(unfinished), unfinished)
         if not self._dry_run:
             items = [self._clean(item) for item in report.items]
             self._look_back(items)
             report = replace(report, items=tuple(items), errors=tuple(self._errors))
         return report
 
-    def found(self, chain: Chain) -> CleanReport:
-        unfinished = self._unfinished()
+    def _chain(self, unfinished: Sequence[Unfinished]) -> Chain:
+        """None that is known where a part may not be looked into; then no step's things go. What
+        is to be a directory, and is none yet, may have something beside it."""
+        try:
+            return read_chain(self._bucket)
+        except NotAllowed as error:
+            self._errors.append(error)
+        except NotFound:
+            if not unfinished:
+                raise
+        return Chain((), url=self._bucket.url)
+
+    def found(self, chain: Chain, unfinished: Sequence[Unfinished] | None = None) -> CleanReport:
+        unfinished = self._unfinished() if unfinished is None else unfinished
         items = [*_links(chain, unfinished, self._now)]
         items += [
             item_of(i, self._now, None if i.name is None else step_of(i.name)) for i in unfinished

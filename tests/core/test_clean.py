@@ -20,7 +20,7 @@ from deltactl.core.chain import read_chain
 from deltactl.core.clean import CleanReport, clean_bucket
 from deltactl.core.clean_cache import clean_cache
 from deltactl.core.downloads import kept_downloads
-from deltactl.core.errors import NotAllowed, Transient
+from deltactl.core.errors import NotAllowed, NotFound, Transient
 from deltactl.core.files import atomic_directory, temporary_file
 from deltactl.core.publish import push
 from deltactl.core.verify import verify_bucket
@@ -186,6 +186,32 @@ def test_what_lies_beside_a_directory_under_its_name(tmp_path: Path) -> None:
     assert actions(cleaned(model)) == {mine.name: "remove"}
     assert others.exists() and also.exists() and not mine.exists()
     assert content(model) == before
+
+
+def test_what_a_first_pull_left_where_its_directory_is_to_be(tmp_path: Path) -> None:
+    place = interrupted(tmp_path / "model")
+    assert actions(cleaned(tmp_path / "model")) == {place.name: "remove"}
+    assert not place.exists()
+    with pytest.raises(NotFound):
+        cleaned(tmp_path / "model")
+
+
+def test_a_directory_with_a_part_that_may_not_be_looked_into(
+    unprivileged: AbstractContextManager[None],
+) -> None:
+    """As /tmp: what may be seen is cleaned, and the rest is told; of no step anything goes."""
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory, "scratch")
+        (root / "closed").mkdir(parents=True)
+        (root / "closed").chmod(0o700)
+        mine, of_step = left(root / "verify"), left(root / "deltas/step_000002.safetensors")
+        for path in (Path(directory), root, root / "deltas"):
+            path.chmod(0o777)
+        with unprivileged:
+            report = cleaned(root)
+        assert actions(report) == {mine.name: "remove", of_step.name: "keep"}
+        assert not mine.exists() and of_step.exists()
+    assert [type(error) for error in report.errors] == [NotAllowed]
 
 
 def test_claims_that_nobody_took_back(tmp_path: Path) -> None:
