@@ -13,6 +13,7 @@ from typing import TypeVar
 from deltactl.core.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
 from deltactl.core.chain import anchor_directory, anchor_file_name
 from deltactl.core.checkpoint import Checkpoint
+from deltactl.core.crew import map_requests
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, NotFound
 from deltactl.core.link_names import step_of
@@ -101,9 +102,10 @@ def put_whole(
             path = snapshot.files[name]
             if not bucket.put(name, path) and not holds_bytes(bucket, name, path):
                 raise _other_content(bucket, name, snapshot)
-            meter.add(sizes[name])
 
-    put(snapshot.files)
+    for name, size in sizes.items():
+        put([name])
+        meter.add(size)
     return sizes, put_between(bucket, snapshot.name, sizes, put_index, put)
 
 
@@ -133,9 +135,10 @@ def _look(
 ) -> None:
     if not sizes:
         return
+    files = [*sizes.items()]
     for _ in range(_LOOKS):
-        there = {item.name: item.size for item in bucket.list()}
-        gone = [name for name, size in sizes.items() if there.get(name) != size]
+        there = map_requests(lambda file: _is_there(bucket, *file), files, bucket.jobs)
+        gone = [file for (file, _), found in zip(files, there, strict=True) if not found]
         if not gone:
             return
         if again is None:
@@ -148,6 +151,14 @@ def _look(
         hint=f"remove what is left of {name.rsplit('/', 1)[0]}, its index first, and publish the "
         f"step again; then deltactl verify {quote(bucket.url)}",
     )
+
+
+def _is_there(bucket: Bucket, name: str, size: int) -> bool:
+    """Whether an object is there in its size; asks for its end, as a listing may be long."""
+    try:
+        return len(bucket.read(name, max(size - 1, 0), size + 1)) == min(size, 1)
+    except NotFound:
+        return False
 
 
 def _check_strangers(bucket: Bucket, snapshot: Snapshot) -> None:

@@ -216,7 +216,7 @@ class Meddled:
 
     def __getattr__(self, name: str) -> Any:
         given = getattr(self._bucket, name)
-        if name not in ("list", "put", "delete"):
+        if name not in ("list", "put", "delete", "read"):
             return given
 
         def call(*args: Any) -> Any:
@@ -269,8 +269,8 @@ def test_files_that_go_before_the_index_is_there_are_put_again(
 
 def test_files_that_go_each_time_are_no_link(chain: Bucket, late: Snapshot) -> None:
     meddled: Any = Meddled(chain)
-    for _ in range(9):
-        meddled.before("list", "", lambda: later(chain))
+    for _ in range(40):
+        meddled.before("read", "anchors/step_000002", lambda: later(chain))
     with pytest.raises(Conflict, match="removed while the link was put") as caught:
         put_anchor(meddled, late)
     assert caught.value.step == 2
