@@ -147,7 +147,9 @@ def refused(refusal: Refusal, place: Place, name: str | None) -> DeltactlError:
     is_it = place.is_it if refusal.is_mute else ""
     if refusal.is_of_clocks:
         what = f"this machine's clock and the store's are too far apart ({refusal})"
-        return NotAllowed(what, file=where, hint="set this machine's clock: timedatectl status")
+        return NotAllowed(
+            what, file=where, hint="set this machine's clock, as with: timedatectl set-ntp true"
+        )
     if status in (401, 403) or refusal.code in _CREDENTIALS:
         what = f"the store refuses the credentials, or what was asked ({refusal})"
         if is_it:
