@@ -18,6 +18,7 @@ from deltactl.core.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.delta import Delta, open_delta
 from deltactl.core.encoding import encoding_named
 from deltactl.core.encoding.base import BLOCK, Decoder
+from deltactl.core.encoding.room import room_for
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
 from deltactl.core.files import atomic_directory, atomic_file, recover
 from deltactl.core.header import Record, is_ours
@@ -252,9 +253,11 @@ def _touch_sum(bits: Bits, decoder: Decoder) -> int:
     total = 0
     for start in range(0, bits.size, BLOCK):
         block = bits[start : start + BLOCK]
-        positions = decoder.block(start // BLOCK, block).positions
-        if positions.size:
-            total += touch_sum(positions, block.take(positions), start)
+        with room_for(decoder.count_in(start // BLOCK)):
+            positions = decoder.block(start // BLOCK, block).positions
+            if positions.size:
+                total += touch_sum(positions, block.take(positions), start)
+            del positions
     return total % (1 << 64)
 
 
@@ -296,6 +299,8 @@ def prove(
 
     Raises Conflict if the base is not the first delta's, Malformed otherwise.
     """
+    for delta in deltas:
+        delta.check_stands()
     if expected is None:
         return
     if written.state != expected:

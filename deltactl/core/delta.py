@@ -25,7 +25,7 @@ from deltactl.core.encoding import ENCODINGS
 from deltactl.core.encoding.base import Decoder, StoredPart, Target
 from deltactl.core.errors import Malformed, NotFound, Unproven
 from deltactl.core.header import Record
-from deltactl.core.mapped import mapped_fault, sound_sources
+from deltactl.core.mapped import check_mapped, mapped_fault, sound_sources
 from deltactl.core.reading import read_index
 from deltactl.core.safetensors_io import Header, map_file
 
@@ -138,13 +138,18 @@ class Delta:
 
     def check_payload(self) -> None:
         """Compare the payload with its digest. Raises Malformed; Unproven where there is none."""
-        with sound_sources():
+        with sound_sources(*(file.data for file in self._files)):
             for file in self._files:
                 file.check_payload()
 
     def stands(self) -> bool:
         """Whether its files are still what was mapped."""
-        return all(mapped_fault(file.path) is None for file in self._files)
+        return all(mapped_fault(file.data) is None for file in self._files)
+
+    def check_stands(self) -> None:
+        """Raise Malformed where a file is not any more what was mapped."""
+        for file in self._files:
+            check_mapped(file.data)
 
     def whole(self, name: str) -> Bytes:
         """All bytes, shape (n,), of a tensor that is carried whole."""

@@ -12,6 +12,7 @@ from deltactl.core.delta import Delta, parse_delta
 from deltactl.core.digest import hasher
 from deltactl.core.encoding.absolute import NewBits
 from deltactl.core.encoding.base import BLOCK, unseen
+from deltactl.core.encoding.room import room_for
 from deltactl.core.encoding.ulp_ctx import UlpCtxDecoder
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.core.header import Record, touch_sum_text
@@ -67,13 +68,15 @@ def _new_sum(delta: Delta, record: Record) -> int | None:
     total, known = 0, False
     for number in decoder.numbers():
         length = min(BLOCK, record.elements - number * BLOCK)
-        if isinstance(decoder, UlpCtxDecoder):
-            decoder.steps(number, length)
-            continue
-        changes = decoder.block(number, unseen(record.dtype, length))
-        if isinstance(changes, NewBits):
-            known = True
-            total += touch_sum(changes.positions, changes.bits, number * BLOCK)
+        with room_for(decoder.count_in(number)):
+            if isinstance(decoder, UlpCtxDecoder):
+                decoder.steps(number, length)
+                continue
+            changes = decoder.block(number, unseen(record.dtype, length))
+            if isinstance(changes, NewBits):
+                known = True
+                total += touch_sum(changes.positions, changes.bits, number * BLOCK)
+            del changes
     return total % (1 << 64) if known else None
 
 

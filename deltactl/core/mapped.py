@@ -4,11 +4,11 @@ A mapped file can be cut short while it is read: by a copy onto it, by a trainer
 same name. To touch what is gone would end the process (SIGBUS); where guard.c was compiled zeros
 stand for it instead, and ``check_mapped`` tells, which is asked before anything becomes of what was
 read: at the end of work on all cores, when a checkpoint is let go of, and before a file or a
-directory takes its name. It looks at every file that the process has mapped through here, as work
-and files are not told apart: while one is torn whatever ends meanwhile is refused. Of a file that
-somebody holds (``hold``) that is so until it is let go of; of others, which may only be forgotten,
-it is told once a thread: an error that somebody keeps has what it saw mapped, and who tries again
-shall not fail by that.
+directory takes its name. Work and files are not told apart, so it looks at every file that the
+process has mapped through here. Of one that somebody holds (``hold``) it tells until that is let
+go of. Others may only have been forgotten, by an error that somebody keeps: of those it tells where
+what is gone was really touched, and once a thread, as who tries again shall not fail by that. Who
+reads one names it (``sound_sources``), to be told in any case.
 
 Without guard.c only files that are shorter than they were are told, to whoever has not touched what
 is gone; who touches it dies, with the lines that a command prints then (cli.app).
@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -67,18 +68,24 @@ class Watched:
                 found=f"{found} bytes",
                 hint=_HINT,
             )
-        if GUARD is None or self._number < 0 or not GUARD.hit(self._number):
+        if not self._hit():
             return None
         what = "the file could not be read: it was truncated and written anew, or its disk failed"
         return Malformed(what, file=self.path, hint=_HINT)
 
     def tell(self) -> Malformed | None:
         """The same, for whoever asks about all files."""
-        fault, thread = self.fault(), threading.get_ident()
-        if fault is None or (not self.held and thread in self._told):
-            return None
-        self._told.add(thread)
+        told = threading.get_ident() in self._told
+        return None if not self.held and (told or not self._hit()) else self.tell_reader()
+
+    def tell_reader(self) -> Malformed | None:
+        """The same, for who reads it."""
+        if (fault := self.fault()) is not None:
+            self._told.add(threading.get_ident())
         return fault
+
+    def _hit(self) -> bool:
+        return GUARD is not None and self._number >= 0 and GUARD.hit(self._number)
 
     def let_go(self) -> None:
         """Nobody reads the memory any more, though it may stay mapped for a while."""
@@ -181,27 +188,33 @@ def _watched() -> list[Watched]:
         return list(_live)
 
 
-def mapped_fault(path: Path | None = None) -> Malformed | None:
-    """What is wrong with a file that is mapped, of all or of that name."""
-    faults = (one.fault() for one in _watched() if path is None or one.path == path)
+def mapped_fault(data: Bytes | None = None) -> Malformed | None:
+    """What is wrong with a file that is mapped: of all, or the one that ``data`` is mapped from."""
+    asked = _watched() if data is None else [_of(data)]
+    faults = (one.fault() for one in asked if one is not None)
     return next((fault for fault in faults if fault is not None), None)
 
 
-def check_mapped() -> None:
-    """Raise Malformed where a file that is mapped is not any more what it was."""
-    for one in _watched():
-        if (fault := one.tell()) is not None:
+def check_mapped(*sources: Bytes) -> None:
+    """Raise Malformed where a file that is mapped is not any more what it was.
+
+    ``sources``: bytes of the files that were read. Of others it is told as is said above.
+    """
+    read = [one for one in map(_of, sources) if one is not None]
+    told = chain((one.tell_reader() for one in read), (one.tell() for one in _watched()))
+    for fault in told:
+        if fault is not None:
             raise fault
 
 
 @contextmanager
-def sound_sources() -> Iterator[None]:
+def sound_sources(*sources: Bytes) -> Iterator[None]:
     """The same once the block has ended, and in place of any error that it ends with: what is said
     of a torn file comes of that, a digest that differs or a write from where nothing is any more.
     """
     try:
         yield
     except Exception:
-        check_mapped()
+        check_mapped(*sources)
         raise
-    check_mapped()
+    check_mapped(*sources)

@@ -18,6 +18,7 @@ from deltactl.core.bits import Bits, Bytes, element_bytes, elements
 from deltactl.core.checkpoint import Checkpoint
 from deltactl.core.delta import Delta
 from deltactl.core.encoding.base import BLOCK, BlockChanges, Decoder
+from deltactl.core.encoding.room import room_for
 from deltactl.core.errors import Conflict
 from deltactl.core.header import Record, utf8
 
@@ -82,13 +83,26 @@ class Stack:
 
     def _block(self, number: int, block: Bits, watch: Watch | None) -> Iterator[tuple[int, Bits]]:
         """Where each chunk begins in the block, and its final elements."""
-        if any(layer.decoder.needs_base for layer in self.layers[1:]):
-            whole = block.copy()  # what a layer is decoded by is the block that the last one left
-            for layer in self.layers:
-                changes = layer.decoder.block(number, whole)
-                _put_watched(watch, layer.number, changes, number, 0, whole)
+        counts = [layer.decoder.count_in(number) for layer in self.layers]
+        # Some layers are decoded by the block that the last one left, and many large ones are not
+        # to be held at once.
+        needs_base = any(layer.decoder.needs_base for layer in self.layers[1:])
+        if needs_base or (len(counts) > 1 and sum(counts) > BLOCK):
+            whole = block.copy()
+            for layer, count in zip(self.layers, counts, strict=True):
+                with room_for(count):
+                    changes = layer.decoder.block(number, whole)
+                    _put_watched(watch, layer.number, changes, number, 0, whole)
+                    del changes
             yield 0, whole
             return
+        with room_for(sum(counts)):
+            yield from self._in_chunks(number, block, watch)
+
+    def _in_chunks(
+        self, number: int, block: Bits, watch: Watch | None
+    ) -> Iterator[tuple[int, Bits]]:
+        """The same, by all layers' changes, a piece that stays in cache at a time."""
         decoded = [(layer.number, layer.decoder.block(number, block)) for layer in self.layers]
         size = CHUNK // block.itemsize
         buffer = np.empty(min(size, block.size), block.dtype)

@@ -221,6 +221,6 @@ def map_file(path: Path) -> tuple[Header, npt.NDArray[np.uint8]]:
     Raises NotFound, NotAllowed, Malformed.
     """
     data = map_bytes(path)
-    with sound_sources():
+    with sound_sources(data):
         length = header_length(data[:SAMPLE].tobytes(), path)
         return parse_header(data[:length].tobytes(), data.size, path), data

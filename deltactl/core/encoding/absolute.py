@@ -201,6 +201,10 @@ class AbsoluteDecoder:
     def numbers(self) -> Sequence[int]:
         return self._numbers
 
+    def count_in(self, number: int) -> int:
+        start, stop = self._span(number)
+        return stop - start
+
     def _positions(self, number: int) -> Positions:
         start, stop = self._span(number)
         if start == stop:

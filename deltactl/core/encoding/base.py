@@ -103,6 +103,10 @@ class Decoder(Protocol):
         """The numbers of the blocks that have changes, rising."""
         ...
 
+    def count_in(self, number: int) -> int:
+        """Changed elements of one block."""
+        ...
+
     def block(self, number: int, base: Bits) -> BlockChanges:
         """The changes of one block. ``base``: its elements in the state before, shape (up to
         BLOCK,). Every position is below that length. Raises Malformed."""

@@ -61,6 +61,10 @@ class StoredBlocks:
         """The numbers of the blocks that have changes, rising."""
         return np.flatnonzero(self._directory[:, 0]).tolist()
 
+    def count_in(self, number: int) -> int:
+        """Changed elements of one block, as the directory says."""
+        return int(self._directory[number, 0])
+
     @contextlib.contextmanager
     def open(self, number: int, length: int) -> Iterator[tuple[Reader, int]]:
         """A block's bytes, all of which are to be read while this is open, and its changes.

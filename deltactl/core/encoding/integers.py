@@ -25,6 +25,7 @@ Values = npt.NDArray[Any]
 _ESCAPE = 255
 _SAMPLE = 1 << 12  # values looked at to choose k
 _DEPTH = 16  # streams within streams that a reader follows
+_PIECE = 1 << 18  # values that are put together at once
 _CAREFUL = 8  # from here on a writer takes k from the largest value, so that none is left over
 
 
@@ -115,22 +116,98 @@ def _planes(values: Values, k: int) -> list[bytes]:
     return planes
 
 
-def decode(reader: Reader, count: int, depth: int = 0) -> npt.NDArray[np.uint64]:
-    """The next stream, which holds ``count`` values, shape (count,). Raises Undecodable."""
-    if not count:
-        return np.empty(0, np.uint64)
-    k = reader.take(1)[0]
-    if k > 63 or depth >= _DEPTH:
-        raise Undecodable(f"a stream has {k} low bits at depth {depth}")
-    planes = np.frombuffer(reader.take(k * -(-count // 8)), np.uint8)
-    if k and count % 8 and (planes.reshape(k, -1)[:, -1] >> (count % 8)).any():
-        raise Undecodable("bits of padding are not 0")
-    high = _high(reader, count)
-    values = _join(planes, high, k)
-    escaped = np.flatnonzero(high == _ESCAPE)
-    if escaped.size:
-        values[escaped] += decode(reader, escaped.size, depth + 1) << np.uint64(k)
+def decode(reader: Reader, count: int, bound: int = 1 << 64) -> npt.NDArray[np.uint64]:
+    """The next stream, of ``count`` values below ``bound``, shape (count,). Raises Undecodable."""
+    values = np.zeros(count, np.uint64)
+    decode_into(reader, values, bound)
     return values
+
+
+def decode_into(
+    reader: Reader, values: Values, bound: int, where: npt.NDArray[np.bool_] | None = None
+) -> None:
+    """Put the next stream's values, each below ``bound``, in place: in all of ``values``, shape
+    (n,), or in those alone that ``where``, of the same shape, marks.
+
+    ``values``: of an unsigned dtype that holds ``bound`` less 1. Streams within the stream add to
+    what the outer ones gave, so that however deep they lie it takes few bytes a value beside them:
+    a small block can claim millions of values on each level. Raises Undecodable.
+    """
+    count = values.size if where is None else int(np.count_nonzero(where))
+    shift = depth = 0
+    while count:
+        if depth == _DEPTH:
+            raise Undecodable(f"streams lie more than {_DEPTH} deep in each other")
+        level = _Level.read(reader, count)
+        _add(level, values, where, None if not depth else shift, bound)
+        escaped = level.high == _ESCAPE
+        count = int(np.count_nonzero(escaped))
+        if count and where is not None:
+            rest = np.zeros_like(where)
+            rest[where] = escaped
+            where = rest
+        elif count:
+            where = escaped
+        shift, depth = shift + level.k, depth + 1
+
+
+@dataclass(slots=True)
+class _Level:
+    """A stream without what lies within: ``k`` planes of low bits, and the bytes above them."""
+
+    k: int
+    planes: npt.NDArray[np.uint8]
+    high: npt.NDArray[np.uint8]
+
+    @classmethod
+    def read(cls, reader: Reader, count: int) -> _Level:
+        k = reader.take(1)[0]
+        if k > 63:
+            raise Undecodable(f"a stream has {k} low bits")
+        planes = np.frombuffer(reader.take(k * -(-count // 8)), np.uint8).reshape(k, -(-count // 8))
+        if count % 8 and (planes[:, -1] >> (count % 8)).any():
+            raise Undecodable("bits of padding are not 0")
+        high = _high(reader, count)
+        if k > 56 and int(high.max()) >> (64 - k):
+            raise Undecodable("a value is not below 2^64")
+        return cls(k, planes, high)
+
+    def values(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
+        """Those from the ``start``-th to before the ``stop``-th, as if there were no escapes."""
+        first = start - start % 8
+        planes = self.planes[:, first // 8 : -(-stop // 8)]
+        joined = _join(np.ascontiguousarray(planes).reshape(-1), self.high[first:stop], self.k)
+        return joined[start - first :]
+
+
+def _add(
+    level: _Level,
+    values: Values,
+    where: npt.NDArray[np.bool_] | None,
+    shift: int | None,
+    bound: int,
+) -> None:
+    """Add a level's values, ``shift`` bits up, to the values that have one; at the outermost, for
+    which it is None, nothing is there yet."""
+    at = 0
+    for start in range(0, values.size, _PIECE):
+        part = values[start : start + _PIECE]
+        hit: Any = None if where is None else where[start : start + _PIECE]
+        count = part.size if where is None else int(np.count_nonzero(hit))
+        if not count:
+            continue
+        found = level.values(at, at + count)
+        at += count
+        if shift is None:
+            if int(found.max()) >= bound:
+                raise Undecodable(f"a value is not below {bound}")
+            part[... if hit is None else hit] = found
+            continue
+        before = part[hit].astype(np.uint64)
+        room = (np.uint64(bound - 1) - before) >> np.uint64(min(shift, 63))
+        if (found > (room if shift < 64 else 0)).any():
+            raise Undecodable(f"a value is not below {bound}")
+        part[hit] = (before + (found << np.uint64(min(shift, 63)))).astype(values.dtype)
 
 
 def _join(

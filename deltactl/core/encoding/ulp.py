@@ -31,6 +31,9 @@ from deltactl.core.encoding.base import EncodedBlock, Part, StoredPart, Target, 
 from deltactl.core.encoding.blocks import StoredBlocks, blocks_part
 from deltactl.core.files import Spool
 
+_PIECE = 1 << 20  # positions that are made together
+_FEW = 1 << 21  # longer steps whose positions and lengths are held; more are slower, and take less
+
 
 class Ulp:
     """Gaps and steps."""
@@ -91,13 +94,18 @@ def encode_ulp(positions: Positions, steps: SplitSteps, longer: Positions) -> by
 
 
 def decode_ulp(reader: integers.Reader, count: int, length: int, dtype: str) -> SteppedBits:
-    """A block of ``length`` elements, ``count`` of which change. Raises Undecodable."""
-    positions = _decode_positions(reader, count, length)
-    width = element_bytes(dtype)
-    if count:
-        return SteppedBits(positions, _decode_steps(reader, count, width), dtype)
-    none = SplitSteps(np.empty(0, np.uint8), np.empty(0, f"<u{width}"))
-    return SteppedBits(positions, none, dtype)
+    """A block of ``length`` elements, ``count`` of which change. Raises Undecodable.
+
+    The positions, eight bytes each, are made last, from gaps of half that size: so all at once it
+    takes little more than what it gives.
+    """
+    if count > length:
+        raise integers.Undecodable(f"{count} positions do not fit {length} elements")
+    positions = np.empty(count, np.int64)
+    _read_gaps(reader, positions.view(np.uint32)[:count], length)
+    steps = _decode_steps(reader, count, element_bytes(dtype))
+    _from_gaps(positions)
+    return SteppedBits(positions, steps, dtype)
 
 
 def gaps_of(positions: Positions) -> npt.NDArray[np.uint32]:
@@ -126,24 +134,69 @@ def _encode_steps(steps: SplitSteps, longer: Positions) -> bytes:
 
 
 def _decode_steps(reader: integers.Reader, count: int, width: int) -> SplitSteps:
-    down = integers.packed_bits(reader, count)
     beyond = np.zeros(count, f"<u{width}")
-    longer = _decode_positions(reader, reader.number(), count)
-    lengths = integers.decode(reader, longer.size)
-    if lengths.size and int(lengths.max()) >= (1 << (8 * width - 1)) - 1:
-        raise integers.Undecodable(f"a step is longer than elements of {width} bytes allow")
-    beyond[longer] = lengths + np.uint64(1)
+    if not count:
+        return SplitSteps(np.empty(0, np.uint8), beyond)
+    down = integers.packed_bits(reader, count)
+    number = reader.number()
+    limit = (1 << (8 * width - 1)) - 1  # a step goes half way round at most; stored less 2
+    if number <= _FEW:
+        longer = _read_positions(reader, number, count)
+        beyond[longer] = integers.decode(reader, number, limit) + np.uint64(1)
+    else:
+        marks = _read_marks(reader, number, count)
+        integers.decode_into(reader, beyond, limit, marks)
+        np.add(beyond, marks, out=beyond, casting="unsafe")
     return SplitSteps(down, beyond)
 
 
-def _decode_positions(reader: integers.Reader, count: int, length: int) -> Positions:
+def _read_positions(reader: integers.Reader, count: int, length: int) -> Positions:
     """``count`` strictly rising positions below ``length``, shape (count,). Raises Undecodable."""
-    if count > length:
+    if count > length:  # before memory is taken for them
         raise integers.Undecodable(f"{count} positions do not fit {length} elements")
-    gaps = integers.decode(reader, count)
-    if count and int(gaps.max()) >= length:  # before a sum of such could wrap around
-        raise integers.Undecodable(f"a gap of {int(gaps.max())} leaves {length} elements")
-    positions = np.cumsum(gaps.view(np.int64) + 1) - 1
-    if count and int(positions[-1]) >= length:
-        raise integers.Undecodable(f"position {int(positions[-1])} is past {length} elements")
+    positions = np.empty(count, np.int64)
+    _read_gaps(reader, positions.view(np.uint32)[:count], length)
+    _from_gaps(positions)
     return positions
+
+
+def _read_gaps(reader: integers.Reader, gaps: npt.NDArray[np.uint32], length: int) -> None:
+    """The gaps between strictly rising positions below ``length``. Raises Undecodable."""
+    integers.decode_into(reader, gaps, max(length, 1))
+    last = int(gaps.sum(dtype=np.uint64)) + gaps.size - 1
+    if gaps.size and last >= length:
+        raise integers.Undecodable(f"position {last} is past {length} elements")
+
+
+def _read_marks(reader: integers.Reader, count: int, length: int) -> npt.NDArray[np.bool_]:
+    """Which of ``length`` things the next ``count`` positions mark. Raises Undecodable."""
+    if count > length:  # before memory is taken for them
+        raise integers.Undecodable(f"{count} positions do not fit {length} elements")
+    gaps = np.empty(count, np.uint32)
+    _read_gaps(reader, gaps, length)
+    marks = np.zeros(length, np.bool_)
+    before = -1
+    for start in range(0, count, _PIECE):
+        at = np.cumsum(gaps[start : start + _PIECE].astype(np.int64) + 1) + before
+        marks[at] = True
+        before = int(at[-1])
+    return marks
+
+
+def _from_gaps(positions: Positions) -> None:
+    """Make positions of the gaps, u32, that lie in the first half of the same memory.
+
+    From the last on, as each comes to lie where only gaps are that were looked at before it.
+    """
+    gaps = positions.view(np.uint32)[: positions.size]
+    if positions.size <= _PIECE:
+        positions[:] = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        return
+    starts = range(0, positions.size, _PIECE)
+    sums = [int((part := gaps[at : at + _PIECE]).sum(dtype=np.int64)) + part.size for at in starts]
+    before = sum(sums) - 1
+    for at, total in zip(reversed(starts), reversed(sums), strict=True):
+        before -= total
+        found = np.cumsum(gaps[at : at + _PIECE].astype(np.int64) + 1)
+        found += before
+        positions[at : at + _PIECE] = found

@@ -10,6 +10,7 @@ from deltactl.core.bits import SIGN_MAGNITUDE
 from deltactl.core.delta import Delta
 from deltactl.core.encoding import ENCODINGS
 from deltactl.core.encoding.base import BLOCK
+from deltactl.core.encoding.room import room_for
 from deltactl.core.encoding.ulp import SteppedBits
 from deltactl.core.encoding.ulp_ctx import UlpCtxDecoder
 from deltactl.core.header import Record
@@ -99,14 +100,16 @@ def _measure_sparse(delta: Delta, record: Record, row: TensorStats) -> Measured:
     for number in decoder.numbers():
         start = number * BLOCK
         length = min(BLOCK, limit - start)
-        if isinstance(decoder, UlpCtxDecoder):
-            if dtype in SIGN_MAGNITUDE:
-                steps.add(decoder.steps(number, length).joined())
-            continue
-        changes = decoder.block(number, np.empty(length, np.uint8))
-        if isinstance(changes, SteppedBits) and dtype in SIGN_MAGNITUDE:
-            steps.add(changes.steps.joined())
-        gaps.add(changes.positions, start)
+        with room_for(decoder.count_in(number)):
+            if isinstance(decoder, UlpCtxDecoder):
+                if dtype in SIGN_MAGNITUDE:
+                    steps.add(decoder.steps(number, length).joined())
+                continue
+            changes = decoder.block(number, np.empty(length, np.uint8))
+            if isinstance(changes, SteppedBits) and dtype in SIGN_MAGNITUDE:
+                steps.add(changes.steps.joined())
+            gaps.add(changes.positions, start)
+            del changes
     sizes: dict[str, int | None] = dict.fromkeys(ENCODINGS)
     if decoder.needs_base:
         sizes["raw"] = raw_bytes(decoder.count, dtype, limit)
