@@ -20,6 +20,7 @@ from tests.benchmarks.limits import (
     size_rows,
     speed_rows,
 )
+from tests.benchmarks.sums import live_weights, speed
 from tests.benchmarks.transfers import ROWS, ratio
 
 
@@ -77,3 +78,11 @@ def test_transfers_can_show_that_boto3_is_faster(theirs: tuple[float, ...], expe
         assert found.slower is expected
         assert found.low <= found.median <= found.high
         assert found.median == sorted(theirs)[2]
+
+
+def test_what_is_summed_is_all_of_the_live_weights() -> None:
+    weights = live_weights(0.001)
+    assert sum(mapped.count for mapped in weights.tensors.values()) == sum(
+        storage.bits.numel() for storage in weights.storages
+    )
+    assert speed(0.001, 1) > 0

@@ -179,8 +179,12 @@ def test_live_weights_that_changed_after_they_were_compared(
     vllm_client.ask("discard", id=id_)
     vllm_client.serves(1)
     assert len(vllm_client.audit()) == 1
-    id_ = vllm_client.stage(TIP)  # nor is it staged again
-    assert set(phases(vllm_client.seal(id_))) == {"refused"}
+    chain = vllm_client.chain
+    base = {"from_step": 1, "from_state": chain.states[1], "links": chain.links(1, TIP)}
+    vllm_client.stage(TIP, **base)  # nor is it staged again
+    for state in vllm_client.states():
+        assert state["update"] is state["state"] is None
+        assert "the live weights are not what step 1 has" in state["error"]["what"]
 
 
 def test_an_audit_finds_a_single_bit_that_no_update_touched(
