@@ -9,11 +9,14 @@ Microsoft's there is nothing else to see. No listing goes in circles for ever.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from datetime import datetime
 from functools import partial
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote, urlencode
+from urllib.request import Request, urlopen
 from xml.etree import ElementTree
 
 from botocore import handlers
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _PAGE = 1000
+_LARGEST = 1 << 20  # bytes of a page that lists nothing
 _ROWS = "DeltactlRows"
 
 
@@ -109,17 +113,27 @@ def _row(element: ElementTree.Element) -> tuple[str, int, float]:
 
 class ObstoreListing:
     """By obstore. ``ordered``: whether the store can be asked for what comes after a name, in an
-    order of names; ``seconds``: for each thousand objects."""
+    order of names; ``seconds``: for each thousand objects; ``check``: raises where a listing of
+    nothing may be no listing."""
 
     def __init__(
-        self, store: ObjectStore, place: Place, pool: Executor, *, ordered: bool, seconds: float
+        self,
+        store: ObjectStore,
+        place: Place,
+        pool: Executor,
+        *,
+        ordered: bool,
+        seconds: float,
     ) -> None:
         self._store, self._place, self._pool = store, place, pool
         self._ordered, self._seconds = ordered, seconds
+        self.check: Callable[[], None] = lambda: None
 
     def __call__(self) -> list[Object]:
         with of_obstore(self._place):
             found = self._pool.submit(asyncio.run, self._list(None)).result()
+            if not found:
+                self.check()
             if found and self._ordered:
                 last = max((item.name for item in found), key=str.encode)
                 if self._pool.submit(asyncio.run, self._list(last)).result():
@@ -140,6 +154,26 @@ class ObstoreListing:
                 if item["path"]:
                     when = item["last_modified"].timestamp()
                     found.append(seen.new(Object(item["path"], item["size"], when)))
+
+
+def check_emulator(endpoint: str, place: Place, seconds: float) -> None:
+    """Ask what stands in for Google's store once more, of which obstore takes any page of XML for a
+    listing of nothing. Raises Malformed, and Transient where it does not answer now."""
+    query = urlencode({"list-type": "2", "prefix": place.key("")})
+    asked = Request(f"{endpoint.rstrip('/')}/{quote(place.bucket)}?{query}")
+    asked.add_header("Authorization", "Bearer none")
+    try:
+        with urlopen(asked, timeout=seconds) as reply:
+            root = ElementTree.fromstring(reply.read(_LARGEST))
+    except OSError:
+        raise unreachable("Broken", place, None) from None
+    except (ElementTree.ParseError, HTTPException):
+        raise senseless(place, None) from None
+    goes_on = {_tag(child): str(child.text).strip() for child in root}.get("IsTruncated")
+    if _tag(root) != "ListBucketResult" or goes_on not in ("true", "false"):
+        raise senseless(place, None)
+    if goes_on == "true":
+        raise truncated(place)
 
 
 class _Seen:

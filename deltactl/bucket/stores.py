@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from obstore.exceptions import BaseError
@@ -130,15 +131,16 @@ def _staged(
     throttle: Throttle | None,
     timeouts: Timeouts,
 ) -> ObjectBucket:
-    from deltactl.bucket.listing import ObstoreListing
+    from deltactl.bucket.listing import ObstoreListing, check_emulator
     from deltactl.bucket.staged import Staged
 
     google = place.scheme == "gs"
     endpoint = _emulator() if google else azure_settings(os.environ).get("endpoint")
     place = located(place, endpoint)
     store = (_google if google else _azure)(place, timeouts)
-    seconds = timeouts.whole
-    listing = ObstoreListing(store, place, pool, ordered=google, seconds=seconds)
+    listing = ObstoreListing(store, place, pool, ordered=google, seconds=timeouts.whole)
+    if google and endpoint:
+        listing.check = partial(check_emulator, endpoint, place, timeouts.read)
     large = Staged(store, place, listing, jobs)
     return ObjectBucket(place, store, listing, large, pool, jobs, throttle)
 

@@ -130,6 +130,18 @@ def test_a_page_of_googles_that_goes_on_and_does_not_say_where(proxy: FaultProxy
     refused("gs://bucket/c", "goes on, and not from where")
 
 
+def test_an_empty_page_of_an_emulators_that_goes_on(proxy: FaultProxy) -> None:
+    proxy.inject(status(200, page([], truncated())), path=LIST["gs"])
+    refused("gs://bucket/c", "goes on, and not from where")
+
+
+def test_an_empty_listing_of_an_emulators(proxy: FaultProxy) -> None:
+    proxy.inject(status(200, page([])), path=LIST["gs"])
+    assert list(open_objects("gs://bucket/c").list()) == []
+    first, second = proxy.requests
+    assert second.path.replace("c/", "c%2F") == first.path.replace("c/", "c%2F")
+
+
 def test_a_listing_of_googles_that_is_whole(proxy: FaultProxy) -> None:
     proxy.inject(status(200, page([])), path="start-after=c/" + NAMES[-1])
     proxy.inject(status(200, page(NAMES[4:])), path="continuation-token=one")

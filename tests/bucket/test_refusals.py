@@ -260,7 +260,7 @@ def test_a_server_that_is_no_such_store(
         assert "fake-gcs-server does not" in str(error.hint)
 
 
-@pytest.mark.parametrize("scheme", ["s3", "az"])
+@pytest.mark.parametrize("scheme", URLS)
 def test_a_page_of_another_kind_is_no_empty_listing(
     proxy: FaultProxy, small: Path, scheme: str
 ) -> None:
