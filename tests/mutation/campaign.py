@@ -25,7 +25,7 @@ Tell = Callable[[str, Mutant, Fate], None]
 class Campaign:
     """Runs mutants of ``tests``' modules in ``jobs`` copies of ``root``, which are made in
     ``scratch``. ``log``: a file that what is found is added to, and in which killed mutants of
-    unchanged modules, and the time of unchanged tests, are looked up first."""
+    unchanged modules, and what the tests took in an unchanged checkout, are looked up first."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Campaign:
 
     def _measure(self, tests: tuple[str, ...]) -> None:
         group = frozenset(tests)  # in whatever order
-        row = {"tests": sorted(group), "source": self._digest(*sorted(group))}
+        row = {"tests": sorted(group), "source": self._digest(*self._everything())}
         known = [past["seconds"] for past in self._noted() if past.items() >= row.items()]
         if not known:
             copy = self._copies.get()
@@ -91,6 +91,9 @@ class Campaign:
     def _digest(self, *files: str) -> str:
         content = b"".join((self._root / file).read_bytes() for file in files)
         return hashlib.sha256(content).hexdigest()
+
+    def _everything(self) -> list[str]:
+        return sorted(path.relative_to(self._root).as_posix() for path in self._root.rglob("*.py"))
 
     def _note(self, row: Mapping[str, Any]) -> None:
         if self._log is not None:
