@@ -15,6 +15,7 @@ from deltactl.core.cache import tip_cache
 from deltactl.core.chain import read_chain
 from deltactl.core.checkpoint import open_checkpoint
 from deltactl.core.delta import open_delta
+from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.diff import diff
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
 from deltactl.core.publish import PushReport, push
@@ -509,6 +510,17 @@ def test_a_delta_is_pushed(
     again = push(delta, bucket, step=step)
     assert (again.written, again.state) == (False, report.state)
     assert_whole(bucket, {1: steps[0], step: steps[1]}, tmp_path / "pulled")
+
+
+@pytest.mark.parametrize("source", ["", DELTA_INDEX], ids=["directory", "index"])
+def test_a_delta_of_several_files_is_told_where_to_go(
+    tmp_path: Path, bucket: LocalBucket, source: str
+) -> None:
+    (tmp_path / "delta").mkdir()
+    (tmp_path / "delta" / DELTA_INDEX).write_text("{}")
+    with pytest.raises(UsageError, match="several files is not pushed") as refused:
+        push(tmp_path / "delta" / source, bucket)
+    assert refused.value.hint == "deltactl copy SOURCE DEST"
 
 
 def test_a_delta_and_checkpoints_take_turns(tmp_path: Path, bucket: LocalBucket) -> None:
