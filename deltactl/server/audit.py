@@ -174,6 +174,8 @@ def _check_state(
         hint = f"deltactl apply {quote(chain.url)}@{wanted} --server {server.url}"
         if _newer(chain, step):  # it may be on one of them, and would be taken back
             hint = f"deltactl verify {quote(chain.url)}"
+        elif step is None and engine.step is not None and engine.step > (chain.tip or 0):
+            hint = f"deltactl log {quote(chain.url)}"  # which may be an older view of the chain
         raise Conflict(
             "the server is on another step"
             if step is not None

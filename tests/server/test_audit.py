@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deltactl.bucket.local import LocalBucket
 from deltactl.core.chain import read_chain
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
 from deltactl.server.apply import apply_to_servers
@@ -60,6 +63,19 @@ def test_no_step_of_the_chain(start: Start, steps: Steps) -> None:
     server.vllm.workers.state = "0" * 64
     (found,) = audit(steps, None, server)
     assert isinstance(found.error, Conflict)
+
+
+def test_an_older_view_of_the_chain_sends_no_server_back(
+    start: Start, steps: Steps, tmp_path: Path
+) -> None:
+    copied = tmp_path / "copy"
+    shutil.copytree(steps.url, copied)
+    (copied / "deltas/step_000004.safetensors").unlink()
+    server = start()
+    apply_to_servers(steps.bucket, 4, [server.url], QUICK)
+    (found,) = audit_servers(LocalBucket(copied), None, [server.url], timeout=10).replicas
+    assert isinstance(found.error, Conflict)
+    assert (found.step, found.error.hint) == (4, f"deltactl log {copied}")
 
 
 def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -> None:
