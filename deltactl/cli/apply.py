@@ -140,12 +140,15 @@ def apply(
     With --server every server is brought to the step, side by side. Each fetches the links itself,
     so it has to reach BUCKET by the same address (and see a DELTA file under the same path), and
     lays the changes out while it goes on serving. Then it is paused, compares its live weights with
-    what the links stand on, writes, reads back and is resumed. A server on weights
-    that are none of the chain's gets every tensor, and so does one on a later step, if the step is
-    named: without a name none goes back, with --repair neither. What an apply that was killed left
+    what the links stand on, writes, reads back and is resumed. A server is on the step that its
+    live weights add up to: they are summed first, whatever it said before. One on weights that are
+    none of the chain's, or that nobody knows (never loaded, reset, loaded from elsewhere), gets
+    every tensor, and so does one on a later step, if the step is named: without a name none goes
+    back, with --repair neither. What an apply that was killed left
     behind is carried to an end by the next one; a pause that somebody else made stays. A server
     whose weights are in an unknown state is never resumed: it is repaired, or left paused, and the
-    message says how to go on. Where vLLM's engine dies meanwhile, that is noticed in seconds, and
+    message says how to go on. One that sleeps is refused until its weights are woken (POST
+    /wake_up?tags=weights); its KV cache is woken last. Where vLLM's engine dies meanwhile, that is noticed in seconds, and
     the server has to be restarted. The plugin has to run there: see deltactl doctor.
 
     Tensors that cannot be written in place go through vLLM's own loader. Layers for which that was

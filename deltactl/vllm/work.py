@@ -47,7 +47,10 @@ def _found(find: Callable[[], Path]) -> Directory | DeltactlError:
             tensors = opened.tensors.values()
             return Directory(path, [TensorSpec(t.name, t.dtype, t.shape) for t in tensors])
     except Exception as error:
-        return wrapped(error, "the model was loaded from no directory that can be read")
+        found = wrapped(error, "the model was loaded from no directory that can be read")
+        hint = "start vLLM on a directory with the model's weights, also with --load-format dummy"
+        found.hint = found.hint or hint
+        return found
 
 
 class ModelWork:

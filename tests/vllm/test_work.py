@@ -336,6 +336,20 @@ def test_weights_that_were_reset_after_they_were_known(
     assert place.holds(2)
 
 
+def test_a_directory_without_weights_is_refused(steps: Steps, tmp_path: Path) -> None:
+    """Nothing tells then which tensors there are and where each of them lies."""
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    place = Place(steps, tmp_path / "place", 2, link=empty)
+    for row in place.ready():
+        assert (row["identity"], row["state"], row["map"]) == ("failed", None, None)
+        assert row["error"]["file"] == str(empty)
+        assert row["error"]["hint"] is not None
+    assert place.stage(3, full=True)[0]["update"] is None
+    assert place.holds(1)
+
+
 def test_a_copy_on_another_rank_that_differs(steps: Steps, tmp_path: Path) -> None:
     """Each rank has all of "norm"; what one adds up alone is not all that is to be right."""
     place = Place(steps, tmp_path, 3)
