@@ -149,7 +149,8 @@ def apply(
     whose weights are in an unknown state is never resumed: it is repaired, or left paused, and the
     message says how to go on. One that sleeps is refused until its weights are woken (POST
     /wake_up?tags=weights); its KV cache is woken last. Where vLLM's engine dies meanwhile, that is
-    noticed in seconds, and the server has to be restarted. The plugin has to run there: see deltactl doctor.
+    noticed in seconds, and the server has to be restarted. The plugin has to run there: see
+    deltactl doctor.
 
     Tensors that cannot be written in place go through vLLM's own loader. Layers for which that was
     not shown to give the answers of a fresh server are refused before the pause, by name. After it
