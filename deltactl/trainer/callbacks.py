@@ -23,9 +23,11 @@ class DeltaCallback(TrainerCallback):
     ``files`` is by default the Trainer's tokenizer or processor. With TRL, whose trainers are
     Trainers, ``notify`` is the place to tell vLLM servers of a step.
 
-    ``publisher`` is there from the beginning of training on, also when it has ended. What fails
-    neither stops training nor keeps its end from saving the model: it is in the log, and in
-    ``publisher.error``.
+    ``publisher`` is there from the beginning of training on, also when it has ended. What it would
+    raise when it is made, as for a model that it refuses, is raised then, before training. What
+    fails later neither stops training nor keeps its end from saving the model: it is in the log,
+    and in ``publisher.error``. A Trainer whose training raises does not tell its callbacks; what
+    was captured is put when the process ends, or when the callback is used again.
     """
 
     def __init__(self, bucket: str | os.PathLike[str] | Bucket, **options: Any) -> None:
@@ -43,7 +45,8 @@ class DeltaCallback(TrainerCallback):
     ) -> None:
         tokenizer = processing_class or others.get("tokenizer")  # its name before transformers 5
         options: dict[str, Any] = {"files": tokenizer} | self._options
-        self._close()  # that of a training which an exception ended
+        if self.publisher is not None:
+            self.publisher.abandon()  # of a training that an exception ended, or long closed
         publisher = RanksPublisher if is_spread(model) else Publisher
         self.publisher = publisher(model, self._bucket, step=state.global_step, **options)
 
@@ -52,9 +55,6 @@ class DeltaCallback(TrainerCallback):
             self.publisher.publish(state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self.publisher is None:
             return
         try:

@@ -160,6 +160,15 @@ class Stepping(ABC, Generic[L]):
         if self.error is not None:
             raise self.error
 
+    def abandon(self) -> None:
+        """End where training was broken off, maybe in the middle of a step: what was captured is
+        put, for up to a minute, and nothing more is taken. What is not published is logged."""
+        if self._closed:
+            return
+        self._end(complete=False)
+        if self.error is not None:
+            log.error("not everything was published: %s", self.error)
+
     def _end(self, *, complete: bool) -> None:
         """``complete``: the model is between two steps, and what got no link can get one."""
         if self._closed:
@@ -196,6 +205,4 @@ class Stepping(ABC, Generic[L]):
         if error is None:
             self.close()
         else:
-            self._end(complete=False)
-            if self.error is not None:
-                log.error("not everything was published: %s", self.error)
+            self.abandon()

@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,21 +65,28 @@ def by_layer() -> torch.nn.Module:
 
 def initialize(model: torch.nn.Module, stage: int = 3) -> Any:
     """DeepSpeed's engine of the model, which it shards in place."""
+    config = settings(stage) | {"bf16": {"enabled": stage < 3}}
     import deepspeed
 
-    # An operation of its own for the CPU, which it would compile; it can do without.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "bf16": {"enabled": stage < 3},
-    }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=config, dist_init_required=False
     )
     return engine
+
+
+def settings(stage: int) -> dict[str, Any]:
+    """DeepSpeed's, which is imported where it is needed: it takes seconds."""
+    import deepspeed
+
+    # An operation of its own for the CPU, which it would compile; it can do without.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": True},
+    }
 
 
 def zero3() -> torch.nn.Module:
@@ -92,12 +100,13 @@ def engine() -> Any:
 
 
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
-    "fsdp1": fsdp1,
-    "fsdp1 nested": nested,
-    "fsdp1 by layer": by_layer,
-    "zero3": zero3,
-    "zero3 engine": engine,
+    "fsdp1": cache(fsdp1),
+    "fsdp1 nested": cache(nested),
+    "fsdp1 by layer": cache(by_layer),
+    "zero3": cache(zero3),
+    "zero3 engine": cache(engine),
 }
+"""Each is made once: to be refused changes nothing."""
 
 # Who is shown them.
 
@@ -186,6 +195,28 @@ def inner_optimizer_of_zero2(place: Path) -> None:
     Publisher(wrapped, place / "bucket", optimizer=wrapped.optimizer.optimizer)
 
 
+def trainer(place: Path, stage: int) -> dict[str, Any]:
+    """As transformers' Trainer has DeepSpeed wrap a model; what was published."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    arguments = TrainingArguments(
+        output_dir=str(place / "out"), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True,
+        ddp_backend="gloo", per_device_train_batch_size=8, bf16=True, deepspeed=settings(stage),
+    )  # fmt: skip
+    ids = [{"input_ids": [n + 1] * 8, "labels": [n + 2] * 8} for n in range(32)]
+    found = DeltaCallback(place / "bucket", scratch=place / f"scratch-{dist.get_rank()}")
+    Trainer(
+        model=Qwen3ForCausalLM(config), args=arguments, train_dataset=ids, callbacks=[found]
+    ).train()
+    assert found.publisher is not None and found.publisher.error is None
+    return {p.step: p.kind for p in found.publisher.history}
+
+
 never_closed: list[RanksPublisher] = []
 
 
@@ -225,6 +256,8 @@ CASES: dict[str, Case] = {
     "zero2: Publisher": zero2,
     "zero2's optimizer: Publisher": optimizer_of_zero2,
     "zero2's inner optimizer: Publisher": inner_optimizer_of_zero2,
+    "zero3 of a Trainer: DeltaCallback": lambda place: trainer(place, stage=3),
+    "zero2 of a Trainer: DeltaCallback": lambda place: trainer(place, stage=2),
     "never closed: RanksPublisher": ranks_never_closed,
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,46 @@ def test_a_bucket_that_fails_stops_no_training(
         done.train()  # the same callback, once more
     assert delta.publisher.error is None
     assert read_chain(bucket).steps == [1, 2]
+
+
+class Breaks(TrainerCallback):
+    """Raises in the middle of the third step, once."""
+
+    def __init__(self) -> None:
+        self.left = 1
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2 and self.left:
+            self.left -= 1
+            raise ZeroDivisionError
+
+
+def test_a_training_that_raised_is_ended_by_the_next_one(
+    tmp_path: Path, trained_chain: list[Path], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The first has a link for its first step alone: what the second was merged into is not what
+    the model is when the next training begins."""
+    bucket, gate = MoodyBucket(tmp_path / "bucket"), threading.Event()
+    bucket.before = lambda name: assert_true(gate.wait(60))
+    delta, recorder = DeltaCallback(bucket, dtype="bfloat16", when_busy="merge"), Recorder()
+    with quiet():
+        done = trainer(tmp_path / "out", trained_chain[0], 3, Breaks(), recorder, delta)
+        with monkeypatch.context() as patch:
+            patch.setattr("deltactl.trainer.line.PENDING", 1)
+            with pytest.raises(ZeroDivisionError):
+                done.train()
+        first = recorder.bits[1]
+        gate.set()
+        done.train()
+    assert "1 of the 2 steps of this run are not in the bucket" in caplog.text
+    expected = {1: first} | {step + 1: bits for step, bits in recorder.bits.items()}
+    assert sorted(expected) == [1, 2, 3, 4]
+    assert_chain(bucket, expected, tmp_path)
+
+
+def assert_true(found: bool) -> None:
+    assert found
 
 
 def test_a_trainer_that_resumes_goes_on_with_the_chain(

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import Unsupported
+from deltactl.core.verify import verify_bucket
 from deltactl.trainer import DeltaCallback, Publisher
 from deltactl.trainer.tiny import quiet
 from tests.support import sharded
@@ -99,6 +100,15 @@ def test_ranks_that_end_without_closing_put_what_they_have(
     there = place / str(list(sharded.CASES).index(case))
     expected = {n: pickle.loads((there / f"expected-{n}").read_bytes()) for n in (1, 2, 3)}
     assert_chain(LocalBucket(there / "bucket"), expected, tmp_path)
+
+
+def test_a_trainer_with_zero_stage_2_is_published(
+    ranks: list[dict[str, dict[str, Any]]], place: Path
+) -> None:
+    case = "zero2 of a Trainer: DeltaCallback"
+    assert [rows[case]["says"] for rows in ranks] == [{"1": "anchor", "2": "delta"}, {}]
+    bucket = LocalBucket(place / str(list(sharded.CASES).index(case)) / "bucket")
+    assert verify_bucket(bucket, level="rebuild").ok
 
 
 @pytest.mark.parametrize("case", ["zero2's optimizer", "zero2's inner optimizer"])
