@@ -22,6 +22,7 @@ from deltactl.core.errors import Malformed, Unsupported
 from deltactl.core.mapped import check_mapped, release_after, watch_memory
 from deltactl.core.reading import is_text, open_regular, os_errors
 from deltactl.core.safetensors_io import METADATA
+from deltactl.core.torch_check import check_torch
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +93,7 @@ def _load(path: Path) -> tuple[int, bool, object]:
     except ImportError:
         what = "PyTorch is needed to read this file"
         raise Unsupported(what, file=path, hint="pip install torch") from None
+    check_torch(path)
     with os_errors(path), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,0 +1,157 @@
+"""Small files that claim much: what a refused one takes of memory, above itself and its base.
+
+In a process of its own each, as the system counts its peak (VmHWM), against that of one which is
+given a sound file of the same kind.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from deltactl.core.encoding.base import BLOCK
+from tests.support.chains import make_delta
+from tests.support.checkpoints import Spec, write_safetensors
+from tests.support.lies import Header, rewrite, rows, set_rows
+
+BOUND = 100_000  # kB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+CODE = textwrap.dedent("""
+    import sys
+    from deltactl.cli.app import main
+    try:
+        main()
+    except SystemExit as end:
+        code = end.code
+    status = open("/proc/self/status").read()
+    print(code, status.split("VmHWM:")[1].split()[0])
+""")
+
+
+def peak(*arguments: object) -> tuple[int, int]:
+    """Exit status, and kB."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert "Traceback" not in done.stderr
+    code, size = done.stdout.split()[-2:]
+    return int(code), int(size)
+
+
+# Deltas.
+
+
+def u32(number: int) -> bytes:
+    return number.to_bytes(4, "little")
+
+
+def level(count: int, byte: bytes) -> bytes:
+    """A stream of one byte again and again, a few hundred bytes for millions."""
+    frame = zstandard.ZstdCompressor().compress(byte * count)
+    return b"\0" + u32(len(frame)) + frame
+
+
+def nested(count: int) -> bytes:
+    return level(count, b"\xff") * 15 + level(count, b"\1")
+
+
+DOWN = bytes(BLOCK // 8)
+BLOCKS = {
+    "gaps in gaps": nested(BLOCK),
+    "gaps without end": level(BLOCK, b"\xff") * 40,
+    "every element by one": level(BLOCK, b"\0") + DOWN + u32(0) + b"left over",
+}
+
+
+def bomb(path: Path, block: bytes) -> Path:
+    """A delta whose one block is that, of a tensor of zeros."""
+    before: dict[str, Spec] = {"w": ("BF16", (BLOCK,), bytes(2 * BLOCK))}
+    after: dict[str, Spec] = {"w": ("BF16", (BLOCK,), b"\1" + bytes(2 * BLOCK - 1))}
+    made = make_delta(path, before, after)
+    body = u32(BLOCK) + u32(len(block)) + block
+
+    def change(header: Header, payload: bytearray) -> None:
+        payload[:] = body
+        header["w.ulp"] |= {"shape": [len(body)], "data_offsets": [0, len(body)]}
+        table = rows(header)
+        table[0]["changed"] = BLOCK
+        set_rows(header, table)
+        told = {"total_changed_elements": str(BLOCK), "sparsity": "0.0"}
+        header["__metadata__"] |= told
+
+    rewrite(made, change)
+    return made
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_a_delta_that_claims_a_block_of_changes(tmp_path: Path, case: str) -> None:
+    """The first took 3.3 GB, in a file of 6 kB."""
+    base = {"w": ("BF16", (BLOCK,), bytes(2 * BLOCK))}
+    place = write_safetensors(tmp_path / "base.safetensors", base)
+    small: dict[str, Spec] = {"w": ("BF16", (4,), bytes(8))}
+    sound = make_delta(tmp_path / "s.safetensors", small, {"w": ("BF16", (4,), b"\1" * 8)})
+    delta = bomb(tmp_path / "bomb.safetensors", BLOCKS[case])
+    _, least = peak("verify", sound)
+    for arguments, inputs in (
+        (("verify", delta), [delta]),
+        (("apply", delta, place, "-o", tmp_path / "out.safetensors"), [delta, place]),
+    ):
+        code, size = peak(*arguments)
+        assert code == 3
+        above = size - least - sum(path.stat().st_size for path in inputs) // 1000
+        assert above < BOUND
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+# PyTorch files.
+
+MANY = 10_000_000
+
+
+def zipped(path: Path, pickled: bytes, method: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+
+
+LISTS, A_GIGABYTE = b"\x80\x02" + b"]" * MANY + b".", b"J\xff\xff\xff\x3f\x85R."
+TORCH: dict[str, Callable[[Path], object]] = {
+    "a list a byte": lambda path: zipped(path, LISTS),
+    "the same, compressed": lambda path: zipped(path, LISTS, zipfile.ZIP_DEFLATED),
+    "a gigabyte of zeros": lambda path: zipped(
+        path, b"\x80\x02cbuiltins\nbytearray\n" + A_GIGABYTE
+    ),
+    "a dict a byte, in the older form": lambda path: path.write_bytes(b"\x80\x02" + b"}" * MANY),
+    "and with its magic": lambda path: path.write_bytes(
+        b"\x80\x02" + bytes.fromhex("8a0a6cfc9c46f9206aa850192e") + b"\x80\x02" + b"}" * MANY
+    ),
+    "a string of a terabyte": lambda path: path.write_bytes(
+        b"\x80\x04\x8d" + (1 << 40).to_bytes(8, "little") + bytes(1000)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_a_torch_file_that_makes_much(tmp_path: Path, case: str) -> None:
+    torch = pytest.importorskip("torch")
+    sound, path = tmp_path / "sound.pt", tmp_path / "bomb.pt"
+    torch.save({"w": torch.zeros(4)}, sound)
+    TORCH[case](path)
+    _, least = peak("stats", sound, sound)
+    code, size = peak("stats", path, path)
+    assert code in (1, 3)
+    assert size - least - path.stat().st_size // 1000 < BOUND
