@@ -124,6 +124,24 @@ def test_a_delta_alone_is_refused(start: Start, steps: Steps) -> None:
     assert (server.live, server.vllm.paused) == (before, False)
 
 
+@pytest.mark.parametrize("route", ["rpc:deltactl_audit", "rpc:deltactl_audit_seal"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["error", "drop"])
+@pytest.mark.parametrize("times", [1, None])
+def test_a_request_to_sum_fails(
+    route: str, when: str, how: str, times: int | None, start: Start, steps: Steps
+) -> None:
+    """Once is no reason to give up; nothing is said to be there already without sums."""
+    server = start()
+    apply(steps, 3, server)
+    server.fail(route, when=when, how=how, times=times)
+    report = apply(steps, 3, server)
+    assert (report.error is None) is (times == 1)
+    assert (server.live, server.vllm.paused) == (steps.states[3], False)
+    server.mend()
+    assert apply(steps, 4, server).error is None
+
+
 def test_what_cannot_be_summed_is_told(
     start: Start, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
