@@ -6,7 +6,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -60,14 +60,17 @@ def parse_json(
 ) -> dict[str, Any]:
     """The JSON object that ``text`` is: UTF-8, no key twice, no NaN, no lone surrogate.
 
-    With ``sizes_only`` its numbers are integers from 0 to MAX_SIZE. Raises Malformed, naming the
+    With ``sizes_only`` it is a safetensors header: its numbers are integers from 0 to MAX_SIZE, and
+    no object stands in it but entries, the metadata, and itself; so a header of millions of others
+    is refused when the first few of them are built. Raises Malformed, naming the
     ``file`` and ``what`` the text is in it.
     """
 
     hooks: dict[str, Any] = {"parse_int": _size, "parse_float": _refuse} if sizes_only else {}
+    objects = _of_a_header() if sizes_only else _unique
     try:
         document = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse, **hooks
+            text.decode("utf-8"), object_pairs_hook=objects, parse_constant=_refuse, **hooks
         )
         if b"\\u" in text:  # only so can a lone surrogate be spelled, which is no text
             json.dumps(document, ensure_ascii=False).encode("utf-8")
@@ -118,6 +121,25 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a key stands twice")
     return result
+
+
+_ENTRY = {"dtype", "shape", "data_offsets"}
+_STRANGERS = 16  # objects of other keys that are built, to say what is wrong with one by its name
+
+
+def _of_a_header() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    left = _STRANGERS
+
+    def built(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal left
+        result = _unique(pairs)
+        if result.keys() != _ENTRY:
+            left -= 1
+            if left < 0:
+                raise ValueError("more objects than a header has")
+        return result
+
+    return built
 
 
 def _size(digits: str) -> int:

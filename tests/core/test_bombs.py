@@ -116,6 +116,20 @@ def test_a_delta_that_claims_a_block_of_changes(tmp_path: Path, case: str) -> No
     assert not (tmp_path / "out.safetensors").exists()
 
 
+# Headers.
+
+
+def test_a_header_of_millions_of_objects(tmp_path: Path) -> None:
+    sound = write_safetensors(tmp_path / "s.safetensors", {"w": ("U8", (4,), bytes(4))})
+    path = tmp_path / "bomb.safetensors"
+    text = b"{" + b",".join(b'"%x":{}' % n for n in range(2_000_000)) + b"}"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    _, least = peak("stats", sound, sound)
+    code, size = peak("stats", path, path)
+    assert code == 3
+    assert size - least - 2 * len(text) // 1000 < BOUND
+
+
 # PyTorch files.
 
 MANY = 10_000_000
