@@ -167,7 +167,7 @@ class Drive:
     def _note(self, seen: Seen) -> Seen:
         """Remember what is seen for the first time."""
         job, engine, update = self.job, seen.engine, seen.update
-        if self.report.step_before is None and not job.id:
+        if not job.id:  # its word may change until its weights are summed
             self.report.step_before = engine.step
         self.report.step_after, self.report.state = engine.step, engine.state
         self.report.paused = seen.paused

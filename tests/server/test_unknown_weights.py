@@ -88,6 +88,7 @@ def test_weights_that_were_loaded_from_the_directory_again_are_known(
     assert server.live == steps.states[1]
     report = apply(steps, 3, server)
     assert (report.error, report.how, report.deltas) == (None, "deltas", 2)
+    assert (report.step_before, report.step_after) == (1, 3)
     assert server.live == steps.states[3]
 
 
