@@ -582,6 +582,13 @@ def test_a_frame_is_refused_by_what_it_says_before_it_is_opened(
         integers.decode(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
 
 
+@pytest.mark.parametrize("more", [b"\0", frame(0), frame(1000)])
+def test_bytes_after_a_frame_are_refused(more: bytes) -> None:
+    coded = frame(1000) + more
+    with pytest.raises(Undecodable):
+        integers.decode(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
+
+
 def test_a_frame_that_holds_another_number_than_it_says_is_refused() -> None:
     sound = frame(1000)
     at = sound.index((1000 - 256).to_bytes(2, "little"))
