@@ -719,5 +719,10 @@ def test_a_repair_lists_what_is_not_in_the_map(tmp_path: Path) -> None:
     (rank,) = make_ranks(wanted)
     rank.map.unmap("norm.weight", "a test")
     rank.map.unmap("not in the checkpoint", "a test")
+    rank.map.unmap("turned.weight", "a test")
+    rank.map.unmapped.pop("turned.weight")
+    rank.map.ignored = ("not in the checkpoint either", "turned.weight")
     with open_checkpoint(path) as checkpoint:
-        assert full(rank, checkpoint).reload == ("norm.weight",)
+        found = full(rank, checkpoint)
+    assert found.reload == ("norm.weight",)
+    assert found.ignored == ("turned.weight",)
