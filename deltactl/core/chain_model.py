@@ -21,6 +21,7 @@ from deltactl.core.delta_header import DeltaHeader
 from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError, NotFound
 from deltactl.core.hf_directory import shard_of_several
+from deltactl.core.json_bounds import MODEL_CONFIG
 from deltactl.core.reading import open_regular, parse_json
 from deltactl.core.rebuild import ADAPTER
 from deltactl.core.store import Bucket
@@ -78,7 +79,7 @@ def read_architecture(config: Path) -> Architecture:
 
 def _architecture(raw: bytes, file: object) -> Architecture:
     try:
-        document = parse_json(raw, file)
+        document = parse_json(raw, file, bounds=MODEL_CONFIG)
     except DeltactlError:
         return Architecture()
     model_type, classes = document.get("model_type"), document.get("architectures")

@@ -14,6 +14,7 @@ from deltactl.core.bits import Bytes
 from deltactl.core.delta_header import says_delta
 from deltactl.core.delta_index import DELTA_INDEX
 from deltactl.core.errors import DeltactlError, NotFound, Unsupported, listed
+from deltactl.core.json_bounds import TABLE
 from deltactl.core.model_names import ADAPTER_FIX
 from deltactl.core.reading import open_regular, parse_json, read_index
 from deltactl.core.safetensors_io import Header
@@ -84,7 +85,7 @@ def check_directory(directory: Path, names: Sequence[str]) -> None:
 
 def _is_skyrl(manifest: Path) -> bool:
     try:
-        document: dict[str, Any] = parse_json(read_index(manifest), manifest)
+        document: dict[str, Any] = parse_json(read_index(manifest), manifest, bounds=TABLE)
     except DeltactlError:
         return False
     return "base_version" in document and isinstance(document.get("tensors"), list)

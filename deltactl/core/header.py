@@ -310,7 +310,9 @@ def check_seal(raw: bytes, metadata: Mapping[str, object], file: object) -> None
     at = _digest_place(raw, expected)
     if at is None:
         raise Malformed("the header's digest stands in no place of its own", file=file)
-    found = hasher().update(raw[:at] + PLACEHOLDER.encode() + raw[at + HEX_DIGITS :]).hexdigest()
+    whole = memoryview(raw)  # a copy of which may be 100 MB
+    digest = hasher().update(whole[:at]).update(PLACEHOLDER.encode())
+    found = digest.update(whole[at + HEX_DIGITS :]).hexdigest()
     if found != expected:
         what = "the header does not have the digest that it names"
         raise Malformed(what, file=file, expected=expected, found=found)

@@ -17,6 +17,7 @@ from typing import Any
 
 from deltactl.core.errors import Malformed, NotFound, listed
 from deltactl.core.foreign import TRAINER_STATE, check_directory, check_index_metadata, no_weights
+from deltactl.core.json_bounds import INDEX
 from deltactl.core.reading import is_plain_name, os_errors, parse_json, read_index
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
@@ -123,7 +124,7 @@ def _indexed(
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    return parse_json(read_index(path), path, what="the index")
+    return parse_json(read_index(path), path, what="the index", bounds=INDEX)
 
 
 def _weight_map(index: Path, weight_map: object) -> dict[str, str]:

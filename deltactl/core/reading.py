@@ -6,12 +6,13 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeGuard
+from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound
+from deltactl.core.json_bounds import HEADER, INDEX, TABLE, Bounds
 
 MAX_SIZE = (1 << 63) - 1
 """The largest length, offset or number of bytes: what a file offset can hold."""
@@ -55,25 +56,57 @@ def open_regular(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+class RawEntry(NamedTuple):
+    """An entry of a safetensors header as it stands there, small: there are many, in hostile
+    files more. Neither ``dtype`` nor the numbers were looked at."""
+
+    dtype: Any
+    shape: Any
+    start: Any
+    stop: Any
+
+
 def parse_json(
-    text: bytes, file: object, *, what: str = "the file", sizes_only: bool = False
+    text: bytes, file: object, *, what: str = "the file", bounds: Bounds | None = None
 ) -> dict[str, Any]:
     """The JSON object that ``text`` is: UTF-8, no key twice, no NaN, no lone surrogate.
 
-    With ``sizes_only`` it is a safetensors header: its numbers are integers from 0 to MAX_SIZE, and
-    no object stands in it but entries, the metadata, and itself; so a header of millions of others
-    is refused when the first few of them are built. Raises Malformed, naming the
-    ``file`` and ``what`` the text is in it.
+    ``bounds``: what it may hold at most. Raises Malformed, naming the ``file`` and ``what`` the
+    text is in it.
     """
+    if bounds is not None:
+        bounds.check(text, file, what)
+    return _document(text, file, what, object_pairs_hook=_unique)
 
-    hooks: dict[str, Any] = {"parse_int": _size, "parse_float": _refuse} if sizes_only else {}
-    objects = _of_a_header() if sizes_only else _unique
+
+def parse_header_json(text: memoryview, file: object) -> dict[str, Any]:
+    """The JSON object of a safetensors header: as parse_json, and its numbers are integers from 0
+    to MAX_SIZE.
+
+    No object stands in it but entries, as RawEntry, the metadata, and itself: a header of millions
+    of others is refused when the first few of them are built. Raises Malformed.
+    """
+    what = "the header"
+    objects = _HeaderObjects(HEADER.check(text, file, what).keys)
+    return _document(
+        text, file, what, objects, object_hook=objects, parse_int=_size, parse_float=_refuse
+    )
+
+
+def _document(
+    text: bytes | memoryview,
+    file: object,
+    what: str,
+    objects: _HeaderObjects | None = None,
+    **hooks: Any,
+) -> dict[str, Any]:
     try:
-        document = json.loads(
-            text.decode("utf-8"), object_pairs_hook=objects, parse_constant=_refuse, **hooks
-        )
-        if b"\\u" in text:  # only so can a lone surrogate be spelled, which is no text
-            json.dumps(document, ensure_ascii=False).encode("utf-8")
+        characters = str(text, "utf-8")
+        document = json.loads(characters, parse_constant=_refuse, **hooks)
+        if objects is not None:
+            objects.check()
+        if "\\u" in characters:  # only so can a lone surrogate be spelled, which is no text
+            _check_text(document)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"{what} is no JSON object", file=file, found=_reason(error)) from None
     if not isinstance(document, dict):
@@ -96,7 +129,7 @@ def read_index(path: Path) -> bytes:
 
 def parse_index(raw: bytes, file: object, *, what: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The metadata and the weight_map of an index, which is a map of strings. Raises Malformed."""
-    document = parse_json(raw, file, what=what)
+    document = parse_json(raw, file, what=what, bounds=INDEX)
     metadata, weight_map = document.get("metadata"), document.get("weight_map")
     if not isinstance(metadata, dict) or not isinstance(weight_map, dict):
         raise Malformed(f"{what} lacks its metadata or its weight_map", file=file)
@@ -105,8 +138,9 @@ def parse_index(raw: bytes, file: object, *, what: str) -> tuple[dict[str, Any],
     return metadata, weight_map
 
 
-def parse_json_list(text: str, file: object, *, what: str) -> list[Any]:
+def parse_json_list(text: str, file: object, *, what: str, bounds: Bounds = TABLE) -> list[Any]:
     """The JSON list that ``text`` is: no key twice, no NaN. Raises Malformed, as parse_json."""
+    bounds.check(text, file, what)
     try:
         rows = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -125,21 +159,55 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _ENTRY = {"dtype", "shape", "data_offsets"}
 _STRANGERS = 16  # objects of other keys that are built, to say what is wrong with one by its name
+_SHARED = 1 << 12  # dtypes and shapes that are held once: models have few
 
 
-def _of_a_header() -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    left = _STRANGERS
+class _HeaderObjects:
+    """Makes small what json.loads builds of a header, object by object; ``keys``: the keys in all
+    of it, as counted in the text. Where fewer are left one stood twice."""
 
-    def built(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        nonlocal left
-        result = _unique(pairs)
-        if result.keys() != _ENTRY:
-            left -= 1
-            if left < 0:
-                raise ValueError("more objects than a header has")
-        return result
+    def __init__(self, keys: int) -> None:
+        self._keys = keys
+        self._strangers = 0
+        self._shared: dict[Any, Any] = {}
 
-    return built
+    def __call__(self, found: dict[str, Any]) -> dict[str, Any] | RawEntry:
+        self._keys -= len(found)
+        if found.keys() == _ENTRY:
+            dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+            if isinstance(offsets, list) and len(offsets) == 2 and isinstance(dtype, str):
+                return RawEntry(self._share(dtype), self._share(_as_tuple(shape)), *offsets)
+        self._strangers += 1
+        if self._strangers > _STRANGERS:
+            raise ValueError("more objects than a header has")
+        return found
+
+    def _share(self, value: Any) -> Any:
+        if len(self._shared) < _SHARED and isinstance(value, str | tuple):
+            return self._shared.setdefault(repr(value), value)
+        return self._shared.get(repr(value), value)
+
+    def check(self) -> None:
+        """Raise ValueError where a key stood twice."""
+        if self._keys:
+            raise ValueError("a key stands twice")
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_text(document: object) -> None:
+    """Raise ValueError for a string that is no text."""
+    left = [document]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            value.encode("utf-8")
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list | tuple):
+            left += [item for item in value if not isinstance(item, int)]
 
 
 def _size(digits: str) -> int:

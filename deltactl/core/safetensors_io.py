@@ -23,8 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.core.errors import Malformed
+from deltactl.core.json_bounds import MAX_TENSORS
 from deltactl.core.mapped import map_bytes, sound_sources
-from deltactl.core.reading import MAX_SIZE, open_regular, parse_json
+from deltactl.core.reading import MAX_SIZE, RawEntry, open_regular, parse_header_json
 from deltactl.core.signatures import SAMPLE, foreign
 
 MAX_HEADER = 100_000_000
@@ -121,12 +122,15 @@ def parse_header(raw: bytes, file_size: int, file: object) -> Header:
     if raw[8:9] != b"{":
         what = "the header does not begin with {"
         raise Malformed(what, file=file, expected="{", found=reprlib.repr(bytes(raw[8:9])))
-    document = parse_json(raw[8:start], file, what="the header", sizes_only=True)
-    if not raw[:start].rstrip(b" ").endswith(b"}"):
+    document = parse_header_json(memoryview(raw)[8:start], file)
+    if not _ends_the_object(raw, start):
         what = "the header is padded with something else than spaces"
         raise Malformed(what, file=file, found=reprlib.repr(bytes(raw[start - 8 : start])))
     metadata = _metadata(document.pop(METADATA, {}), file)
-    entries = [_entry(name, value, start, file) for name, value in document.items()]
+    for name, value in document.items():  # each in the place of what it is made of
+        document[name] = _entry(name, value, start, file)
+    entries = list(document.values())
+    document.clear()
     entries.sort(key=lambda entry: (entry.start, entry.stop))
     at = start
     for entry in entries:
@@ -144,6 +148,12 @@ def parse_header(raw: bytes, file_size: int, file: object) -> Header:
     return Header({entry.name: entry for entry in entries}, metadata, bytes(raw[:start]), file_size)
 
 
+def _ends_the_object(raw: bytes, end: int) -> bool:
+    """Whether nothing but spaces stands between the last brace and the ``end``."""
+    after = raw.rfind(b"}", 0, end) + 1
+    return raw.count(b" ", after, end) == end - after
+
+
 def _metadata(value: object, file: object) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
         raise Malformed(f"{METADATA} is no map of strings", file=file, found=reprlib.repr(value))
@@ -152,31 +162,35 @@ def _metadata(value: object, file: object) -> dict[str, str]:
 
 def _is_sizes(value: object) -> bool:
     # bool is a subclass of int; the range of the integers was checked when they were parsed
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, tuple) and all(type(item) is int for item in value)
 
 
 def _entry(name: str, value: object, base: int, file: object) -> Entry:
     def wrong(what: str, found: object, expected: object = None) -> Malformed:
         return Malformed(what, file=file, tensor=name, expected=expected, found=found)
 
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        expected = "dtype, shape, data_offsets"
-        raise wrong("the header's entry is malformed", reprlib.repr(value), expected)
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+    if not isinstance(value, RawEntry):
+        found = value if isinstance(value, dict) else {}
+        if found.keys() != {"dtype", "shape", "data_offsets"}:
+            expected = "dtype, shape, data_offsets"
+            raise wrong("the header's entry is malformed", reprlib.repr(value), expected)
+        if not isinstance(found["dtype"], str):
+            raise wrong("unknown dtype", reprlib.repr(found["dtype"]))
+        raise wrong("the offsets are malformed", reprlib.repr(found["data_offsets"]))
+    dtype, shape, start, stop = value
+    if dtype not in DTYPE_BITS:
         raise wrong("unknown dtype", reprlib.repr(dtype))
     if not _is_sizes(shape):
         raise wrong("the shape is malformed", reprlib.repr(shape))
-    if not _is_sizes(offsets) or len(offsets) != 2:
-        raise wrong("the offsets are malformed", reprlib.repr(offsets))
+    if not _is_sizes((start, stop)):
+        raise wrong("the offsets are malformed", reprlib.repr([start, stop]))
     try:
         size = nbytes_of(dtype, shape)
     except ValueError as error:
         raise wrong(str(error), f"{dtype} {reprlib.repr(shape)}") from None
-    start, stop = offsets
     if stop - start != size:
         raise wrong("the tensor's bytes do not fit its dtype and shape", stop - start, size)
-    return Entry(name, dtype, tuple(shape), base + start, base + stop)
+    return Entry(name, dtype, shape, base + start, base + stop)
 
 
 def read_header(path: Path) -> Header:
@@ -210,7 +224,7 @@ def make_header(
         del document[METADATA]
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER or at > MAX_SIZE:
+    if len(text) > MAX_HEADER or at > MAX_SIZE or len(document) > MAX_TENSORS:
         raise ValueError("too many or too large tensors for one file")
     return len(text).to_bytes(8, "little") + text
 

@@ -9,12 +9,13 @@ and is not used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deltactl.core.errors import Malformed, Unsupported
 from deltactl.core.header import TRL_FORMAT, Record, need_count, utf8
+from deltactl.core.json_bounds import NAMES
+from deltactl.core.reading import parse_json_list
 from deltactl.core.safetensors_io import Entry, Header
 
 _DIALECTS = {
@@ -134,11 +135,8 @@ def _where(listed: bool) -> str:
 
 
 def _listed(text: str, file: object) -> set[str]:
-    try:
-        names = json.loads(text)
-    except (ValueError, RecursionError):
-        names = None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    names = parse_json_list(text, file, what="the header's changed_params", bounds=NAMES)
+    if not all(isinstance(name, str) for name in names):
         raise Malformed("the header's changed_params is no list of names", file=file)
     return set(names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deltactl.core.errors import Malformed
-from deltactl.core.reading import is_plain_name, is_text, parse_json
+from deltactl.core.reading import is_plain_name, is_text, parse_header_json, parse_json
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,10 @@ def test_what_is_no_json_object(text: bytes, found: str) -> None:
 @pytest.mark.parametrize("number", ["-1", "-0", "1.0", "1e3", str(1 << 63), "9" * 100])
 def test_numbers_that_are_no_sizes(number: str) -> None:
     with pytest.raises(Malformed):
-        parse_json(f'{{"a": {number}}}'.encode(), "x", sizes_only=True)
+        parse_header_json(memoryview(f'{{"a": {number}}}'.encode()), "x")
 
 
 def test_the_largest_size() -> None:
     top = (1 << 63) - 1
-    assert parse_json(f'{{"a": [0, {top}]}}'.encode(), "x", sizes_only=True) == {"a": [0, top]}
+    text = f'{{"a": [0, {top}]}}'.encode()
+    assert parse_header_json(memoryview(text), "x") == {"a": [0, top]}

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from deltactl.core.errors import Conflict, Malformed, NotFound
-from deltactl.core.reading import parse_json
+from deltactl.core.reading import parse_header_json
 from deltactl.core.safetensors_io import METADATA, Header, header_length, parse_header
 from deltactl.core.store import Bucket
 
@@ -79,9 +79,9 @@ def _header(bucket: Bucket, name: str) -> Header:
 
 
 def _size(raw: bytes, name: str) -> int:
-    document = parse_json(raw[8:], name, what="the header", sizes_only=True)
+    document = parse_header_json(memoryview(raw)[8:], name)
     entries = [entry for key, entry in document.items() if key != METADATA]
     try:
-        return len(raw) + max((int(entry["data_offsets"][1]) for entry in entries), default=0)
-    except (TypeError, KeyError, IndexError, ValueError):
+        return len(raw) + max((int(entry.stop) for entry in entries), default=0)
+    except (AttributeError, TypeError, ValueError):
         raise Malformed("the header's entries are malformed", file=name) from None
