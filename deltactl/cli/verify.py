@@ -43,8 +43,8 @@ _SHOWN = 5  # names of tensors
         "steps": "how many steps",
         "errors": "what is wrong: step, file, tensor, what, expected, found; null if not known",
         "unproven": "what could not be proven for want of a digest; keys as those of errors",
-        "replaced": "names of the links that keep nothing of the step before, as where another "
-        "model begins; no fault",
+        "replaced": "names of the links that keep next to nothing of the step before, as where "
+        "another model begins; no fault",
         "bytes_read": "how much was read",
         "requests": "in how many requests to the bucket, the listing counted as one; what is read "
         "in place takes none",
@@ -164,7 +164,9 @@ def verify(
     for doubt in report.unproven:
         screen.warn(f"unproven: {_as_error(doubt)}")
     for name in report.replaced:
-        screen.warn(f"{name} keeps nothing of the step before: another model may begin there")
+        screen.warn(
+            f"{name} keeps next to nothing of the step before: another model may begin there"
+        )
     if not report.ok or (report.unproven and not accept_unproven):
         raise typer.Exit(UNSOUND)
 

@@ -85,20 +85,13 @@ class DeltaHeader:
         return sum(record.changed for record in self.records.values())
 
     @property
-    def replaces_all(self) -> bool:
-        """Whether nothing of the base is kept: no tensor as it is, none in part."""
-        records = self.records.values()
-        whole = all(r.kind == "removed" or r.changed == r.elements for r in records)
-        return bool(records) and whole and self.changed_elements == self.total_elements
-
-    @property
     def sparsity(self) -> float | None:
         """Share of the result's elements that keep their bits; None where it is not known of how
-        many."""
+        many; 0.0 where the result has none and something changed."""
         if self.total_elements is None:
             return None
         if not self.total_elements:
-            return 0.0 if self.replaces_all else 1.0
+            return 0.0 if self.records else 1.0
         return 1 - self.changed_elements / self.total_elements
 
 

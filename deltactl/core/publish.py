@@ -32,6 +32,7 @@ from deltactl.core.placement import Placement
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import materialize
 from deltactl.core.push_report import PushReport, delta_report, with_size
+from deltactl.core.replaced import other_run
 from deltactl.core.restamp import restamped
 from deltactl.core.safetensors_io import read_header
 from deltactl.core.signatures import check_fetched
@@ -141,7 +142,7 @@ class _Publisher:
                 report = replace(
                     delta_report(found, step, self._dry_run),
                     advice=self._advice,
-                    notes=admitted.notes,
+                    notes=admitted.notes + other_run(found.records, found.total_elements),
                 )
                 return self._write(checkpoint, report, delta, keep=base is None)
 
@@ -287,6 +288,7 @@ class _Publisher:
         step = self._place.next_step(step)
         self._place.check_on_tip(header)
         notes = admit_delta(header, self._bucket, self._chain)
+        notes += other_run(header.records.values(), total)
         tip = self._chain.tip
         assert tip is not None
         with self._scratch() as scratch:

@@ -32,7 +32,7 @@ from deltactl.core.parallel import Meter
 from deltactl.core.payload_check import data_faults, payload_faults
 from deltactl.core.progress import Progress, silent
 from deltactl.core.pull import wanted_step
-from deltactl.core.replaced import replaces_all
+from deltactl.core.replaced import delta_replaces_all, replaces_all
 from deltactl.core.replay_check import replay_faults
 from deltactl.core.store import Bucket
 from deltactl.core.tensor_table import Table
@@ -48,7 +48,7 @@ class VerifyReport:
     """What was found. ``links`` counts the links looked at, broken ones too; ``unproven``: what
     nothing is known against, for want of a digest; ``bytes_read``: of headers, and of payloads from
     ``data`` on; ``requests``: to the bucket, its listing counted as one; ``replaced``: names of the
-    links that keep nothing of the step before, which is no fault."""
+    links that keep next to nothing of the step before, which is no fault."""
 
     level: str
     links: int = 0
@@ -87,7 +87,7 @@ def verify_delta(path: Path, *, level: str = "data", progress: Progress = silent
     try:
         delta = open_delta(path)
         report.bytes_read = delta.header.header_bytes
-        report.replaced = [str(path)] if delta.header.replaces_all else []
+        report.replaced = [str(path)] if delta_replaces_all(delta.header) else []
         if delta.header.dialect != "deltactl":
             report.unproven.append(no_digests(str(path), delta.header.step).facts())
         if level == "data":

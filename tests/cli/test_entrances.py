@@ -142,7 +142,9 @@ def test_a_trainers_directory(
 @MODES
 def test_a_link_that_replaces_everything(flag: str, cli: Cli, bucket: Path, other: Path) -> None:
     name = "anchors/step_000004/model.safetensors.index.json"
-    said = f"warning: {name} keeps nothing of the step before: another model may begin there"
+    said = (
+        f"warning: {name} keeps next to nothing of the step before: another model may begin there"
+    )
     assert said not in cli("verify", bucket).stderr
     assert cli("push", other, bucket, "--allow-other-model").code == 0
     ran = cli("log", bucket, *flags(flag))
@@ -154,3 +156,26 @@ def test_a_link_that_replaces_everything(flag: str, cli: Cli, bucket: Path, othe
     assert (ran.code, ran.stderr) == (0, f"{said}\n")
     if flag == "--json":
         assert ran.json["replaced"] == [name]
+
+
+@MODES
+def test_another_runs_weights(flag: str, cli: Cli, tmp_path: Path) -> None:
+    bucket = tmp_path / "to"
+    for n in range(2):
+        tensors = {f"h.{m}.weight": random_tensor("BF16", (8, 64), 10 * n + m) for m in range(3)}
+        ran = cli("push", write_hf_directory(tmp_path / f"{n}", tensors), bucket, *flags(flag))
+        assert ran.code == 0
+    said = "1,536 of 1,536 elements changed: these look like another run's weights"
+    assert ran.stderr == f"warning: {said}\n"
+    name = "deltas/step_000002.safetensors"
+    kept = f"warning: {name} keeps next to nothing of the step before: another model may begin"
+    shown = cli("log", bucket, *flags(flag))
+    verified = cli("verify", bucket, *flags(flag))
+    assert (shown.code, verified.code) == (0, 0)
+    assert verified.stderr == f"{kept} there\n"
+    if flag == "--json":
+        assert ran.json["notes"] == [said]
+        assert [link["replaces_all"] for link in shown.json["links"]] == [False, True]
+        assert verified.json["replaced"] == [name]
+    if not flag:
+        assert shown.stdout.splitlines()[2].split()[-3] == "replaced"
