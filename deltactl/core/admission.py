@@ -73,7 +73,7 @@ def check_same_model(
     *,
     way: str,
     file: object = None,
-    step: int | None = None,
+    tip: int | None = None,
     allow: bool = False,
 ) -> Admitted:
     """Raise Conflict where ``new`` is another model than ``chain``, the tip; with ``allow`` tell.
@@ -84,16 +84,17 @@ def check_same_model(
     them or of their elements of another dtype; and where any loses all its elements, or had none
     and has some. Less than that, such as a new head, is noted.
 
-    ``file``: what is to enter; ``step``: the tip; ``way``: the hint's end, on what to do where it
+    ``file``: what is to enter; ``tip``: the step that the chain is at, for the error's text, which
+    names no step of its own; ``way``: the hint's end, on what to do where it
     is meant.
     """
     change = _Change(chain, new)
     faults, fix = change.faults(), change.likely()
     if faults and not allow:
+        at = "" if tip is None else f", step {tip}"
         raise Conflict(
-            f"another model than the chain's: {'; '.join(faults)}",
+            f"another model than the chain's tip{at}: {'; '.join(faults)}",
             file=file,
-            step=step,
             expected=_summary(chain, change.example),
             found=_summary(new, change.example),
             hint="; ".join(filter(None, (fix, way))),

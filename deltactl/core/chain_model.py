@@ -43,7 +43,7 @@ def admit(checkpoint: Checkpoint, bucket: Bucket, chain: Chain, *, allow: bool) 
     if chain.tip is None:
         return Admitted(False, check_first(new, way=way, file=file, allow=allow))
     tip = chain_model(bucket, chain, chain.tip)
-    return check_same_model(tip, new, way=way, file=file, step=chain.tip, allow=allow)
+    return check_same_model(tip, new, way=way, file=file, tip=chain.tip, allow=allow)
 
 
 def admit_delta(header: DeltaHeader, bucket: Bucket, chain: Chain) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def admit_delta(header: DeltaHeader, bucket: Bucket, chain: Chain) -> tuple[str,
     tip = chain_model(bucket, chain, chain.tip)
     new = replace(tip, tensors=after_delta(tensors_at(chain, chain.tip), header))
     way = "a delta carries no config: if it is meant, push the checkpoint with --allow-other-model"
-    return check_same_model(tip, new, way=way, file=header.file, step=chain.tip).notes
+    return check_same_model(tip, new, way=way, file=header.file, tip=chain.tip).notes
 
 
 def model_of(checkpoint: Checkpoint) -> Model:

@@ -38,7 +38,7 @@ class Gate:
         if tip is None:
             self._tell(check_first(new, way=_WAY, file=self._url, allow=self._allow))
             return False
-        found = check_same_model(tip, new, way=_WAY, file=self._url, step=step, allow=self._allow)
+        found = check_same_model(tip, new, way=_WAY, file=self._url, tip=step, allow=self._allow)
         self._tell(found.notes)
         return found.other
 

@@ -55,10 +55,10 @@ def inside(tensors: dict[str, Spec], mark: str) -> dict[str, Spec]:
 
 
 def refusal(chain: Model, new: Model) -> Conflict:
-    with pytest.raises(Conflict, match="another model than the chain's") as caught:
-        check_same_model(chain, new, way=WAY, file="step_7", step=6)
+    with pytest.raises(Conflict, match="another model than the chain's tip, step 6: ") as caught:
+        check_same_model(chain, new, way=WAY, file="step_7", tip=6)
     error = caught.value
-    assert (error.file, error.step) == ("step_7", 6)
+    assert (error.file, error.step) == ("step_7", None)
     assert error.expected
     assert error.found
     assert error.hint is not None
