@@ -89,11 +89,12 @@ class Placement:
         """Raise Conflict unless a delta stands on the tip."""
         tip = self._chain.tip
         if tip is None:
+            hint = "the chain begins with a checkpoint: push the one that the delta stands on first"
             raise Conflict(
                 "the chain is empty, and a delta needs a base",
                 file=header.file,
                 expected=f"state {header.base_state}",
-                hint=f"deltactl push CKPT {quote(self._chain.url)}",
+                hint=hint,
             )
         found = self._chain.state_at(tip)
         if found != header.base_state:

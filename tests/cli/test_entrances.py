@@ -182,3 +182,17 @@ def test_another_runs_weights(flag: str, cli: Cli, tmp_path: Path) -> None:
         assert verified.json["replaced"] == [name]
     if not flag:
         assert shown.stdout.splitlines()[2].split()[-3] == "replaced"
+
+
+@MODES
+def test_a_delta_where_there_is_no_chain(
+    flag: str, cli: Cli, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    delta = tmp_path / "step_2.delta"
+    assert cli("diff", checkpoints.base, checkpoints.result, "-o", delta).code == 0
+    ran = cli("push", delta, tmp_path / "to", *flags(flag))
+    assert ran.code == 11
+    assert ran.stderr.splitlines()[-1] == (
+        "hint: the chain begins with a checkpoint: push the one that the delta stands on first"
+    )
+    assert not (tmp_path / "to").exists()
