@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -218,6 +219,9 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show
     with contextlib.suppress(OSError, ValueError):  # stderr is no file
         faulthandler.enable()  # so that nothing, as a mapped file that shrinks, ends us in silence
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        # As Ctrl-C: a server that is paused is resumed, and temporary files are removed.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except SystemExit as end:

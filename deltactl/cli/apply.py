@@ -141,10 +141,10 @@ def apply(
     so it has to reach BUCKET by the same address (and see a DELTA file under the same path), and
     lays the changes out while it goes on serving. Then it is paused, compares its live weights with
     what the links stand on, writes, reads back and is resumed. A server is on the step that its
-    live weights add up to: they are summed first, whatever it said before. One on weights that are
-    none of the chain's, or that nobody knows (never loaded, reset, loaded from elsewhere), gets
-    every tensor, and so does one on a later step, if the step is named: without a name none goes
-    back, with --repair neither. What an apply that was killed left
+    live weights add up to: they are summed first, whatever it said before, and again after the
+    update. One on weights that are none of the chain's, or that nobody knows (never loaded, reset,
+    loaded from elsewhere), gets every tensor, and so does one on a later step, if the step is
+    named: without a name none goes back, with --repair neither. What an apply that was killed left
     behind is carried to an end by the next one; a pause that somebody else made stays. A server
     whose weights are in an unknown state is never resumed: it is repaired, or left paused, and the
     message says how to go on. One that sleeps is refused until its weights are woken (POST

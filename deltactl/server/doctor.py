@@ -157,7 +157,8 @@ def _weights(engine: Engine) -> Iterator[Finding]:
         yield Finding("ok", "weights", "not identified yet; the first apply does that")
     else:
         step = "a state that no chain named" if engine.step is None else f"step {engine.step}"
-        yield Finding("ok", "weights", f"{step}, state {engine.state}")
+        what = f"{step}, state {engine.state}, when they were last summed"
+        yield Finding("ok", "weights", what, "deltactl verify BUCKET --server URL sums them anew")
 
 
 def _map(engine: Engine) -> Iterator[Finding]:

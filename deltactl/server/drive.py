@@ -57,6 +57,7 @@ class Drive:
         self._failures: Counter[Do] = Counter()
         self._done: Counter[Do] = Counter()
         self._way: Way | None = None
+        self._mistaken_update: str | None = None
         self._staged_paused = False
         self._staging_since = self._paused_since = 0.0
         self._wait = _FIRST_POLL
@@ -209,11 +210,20 @@ class Drive:
             report.how = "full" if update.full else "deltas"
             report.deltas = self._way.deltas if self._way else 0
             report.elements, report.reloaded = update.elements, update.reloaded
-        repairable = not seen.engine.sound and not update.full
+        repairable = not update.full and (not seen.engine.sound or self._mistook(update))
         if update.phase in UNWRITTEN and job.going and not repairable:
             job.error = update.error or DeltactlError("the server could not load the update")
             if job.error.hint is None:
                 job.error.hint = self._remedy(job.error)
+
+    def _mistook(self, update: Update) -> bool:
+        """Whether somebody changed the weights once they were summed, as far as a refusal tells,
+        and for the first time: then they are summed anew."""
+        job = self.job
+        if update.phase in UNWRITTEN and isinstance(update.error, Conflict) and not job.mistaken:
+            job.mistaken, job.summed = True, False
+            self._mistaken_update = update.id
+        return update.id == self._mistaken_update
 
     def _remedy(self, error: DeltactlError) -> str | None:
         """What to type where the live weights are at fault, or what is in the bucket."""
@@ -304,6 +314,9 @@ class Drive:
         return seen.expect(session=True)
 
     def _commit(self, seen: Seen) -> Seen:
+        # What nobody wrote just now may have been changed by another hand since it was summed, and
+        # what is live already was not written.
+        self.job.summed = False
         self.server.commit(self.job.id)
         return self._told(seen, "deltactl_state")
 

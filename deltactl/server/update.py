@@ -69,8 +69,10 @@ class Job:
     ``id``: of its update. ``dead``: of updates whose client is gone. ``held``: the pause is
     somebody else's and stays. ``asked``: a pause was asked for; ``still``: and answered, so that
     nothing runs any more. ``cleared``: the caches, since the weights were written. ``named``: the
-    server was told which step its state is. ``summed``: its live weights were, so that its word for
-    them holds. ``repaired``: all tensors were written. ``error``: why it has given up.
+    server was told which step its state is. ``summed``: its live weights were, after the last that
+    was written to them, so that its word for them holds. ``mistaken``: they changed after that, so
+    that what was staged on them was refused. ``repaired``: all tensors were written. ``error``: why
+    it has given up.
     """
 
     goal: Goal
@@ -84,6 +86,7 @@ class Job:
     cleared: bool = False
     named: bool = False
     summed: bool = False
+    mistaken: bool = False
     repaired: bool = False
     error: DeltactlError | None = None
 

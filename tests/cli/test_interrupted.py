@@ -1,4 +1,4 @@
-"""Ctrl-C while a server does not answer: a quick end, and what should be left is."""
+"""Ctrl-C, or SIGTERM, while a server does not answer: a quick end, and what should be left is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path(shutil.move(bucket, tmp_path / "remote"))
 
 
-def interrupt(tmp_path: Path, after: int, *args: object) -> str:
+def interrupt(tmp_path: Path, after: int, *args: object, by: signal.Signals = signal.SIGINT) -> str:
     """Run a command until its bucket hangs, press Ctrl-C; returns stderr."""
     (tmp_path / "tmp").mkdir()
     child = subprocess.Popen(
@@ -41,7 +41,7 @@ def interrupt(tmp_path: Path, after: int, *args: object) -> str:
     try:
         while (line := child.stderr.readline()) != "hangs\n":
             assert line, child.wait()
-        child.send_signal(signal.SIGINT)
+        child.send_signal(by)
         out, err = child.communicate(timeout=60)
     finally:
         child.kill()
@@ -52,9 +52,10 @@ def interrupt(tmp_path: Path, after: int, *args: object) -> str:
     return err
 
 
-def test_pull_goes_on_where_it_was(tmp_path: Path, remote: Path) -> None:
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_pull_goes_on_where_it_was(tmp_path: Path, remote: Path, by: signal.Signals) -> None:
     (tmp_path / "place").mkdir()
-    interrupt(tmp_path, 8, "pull", remote, tmp_path / "place/dest")
+    interrupt(tmp_path, 8, "pull", remote, tmp_path / "place/dest", by=by)
     assert [path.name for path in (tmp_path / "place").iterdir()] == [".dest.deltactl-download"]
     report = pull(RemoteBucket(remote, 1000), tmp_path / "place/dest")
     assert report.bytes_resumed > 0
