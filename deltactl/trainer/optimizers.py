@@ -19,6 +19,9 @@ _BY_HAND = (
     "publisher.publish(step) once they are"
 )
 
+_ROUNDS = 3
+"""Rounds of the others after which it is told that the last one does not step."""
+
 
 class Optimizers:
     """Calls ``stepped`` when a round of steps is complete, that is when the last optimizer has
@@ -40,6 +43,8 @@ class Optimizers:
             raise UsageError("optimizer= is an empty list", hint="leave it out, or fill it")
         self._at = -1  # the number of the last one that stepped in this round
         self._begun = False
+        self._others: set[int] = set()  # those that have stepped since the last one did
+        self._rounds = 0  # of these
 
     def check(self, tensors: Iterable[torch.Tensor]) -> None:
         """Raise UsageError where one steps none of the tensors, by their storage."""
@@ -96,10 +101,29 @@ class Optimizers:
         self._begun = True
         if number <= self._at:  # a new round, and the last has not stepped in the one before
             self.end(missed)
+            self._rounds += 1
+            if self._rounds == _ROUNDS:
+                self._warn_of_the_last()
         self._at = number
+        self._others.add(number)
         if number == len(self._inner) - 1:
-            self._at = -1
+            self._at, self._rounds, self._others = -1, 0, set()
             stepped()
+
+    def _warn_of_the_last(self) -> None:
+        """Said once, until the last one steps again."""
+        idle = [
+            f"optimizer {number} ({type(optimizer).__name__})"
+            for number, optimizer in enumerate(self._inner)
+            if number not in self._others
+        ]
+        log.warning(
+            "nothing is published: the others have made %d rounds of steps without %s, and a step "
+            "is published when the last of optimizer= has stepped; put last what steps every time, "
+            "leave out what never steps, or leave optimizer= out and call publisher.publish(step)",
+            self._rounds,
+            " and ".join(idle),
+        )
 
     def end(self, missed: Callable[[], None]) -> None:
         """No more steps: a round that has begun is over."""

@@ -115,6 +115,62 @@ def test_another_order_is_told_of(bucket: LocalBucket, caplog: pytest.LogCapture
     assert record.levelno == logging.WARNING
 
 
+def told_of_idle(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "nothing is published" in r.getMessage()]
+
+
+def test_a_last_one_that_does_not_step_is_told_of_once_for_each_run_of_such_steps(
+    tmp_path: Path, bucket: LocalBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small(torch.float32)
+    muon, adamw = muon_and_adamw(model)
+
+    def step(*optimizers: torch.optim.Optimizer) -> None:
+        backward(model, 0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    with Publisher(model, bucket, optimizer=[muon, adamw]) as publisher:
+        for _ in range(3):
+            step(muon)
+        assert told_of_idle(caplog) == []  # the third round may not be over
+        step(muon)
+        (said,) = told_of_idle(caplog)
+        assert "3 rounds of steps without optimizer 1 (AdamW)" in said
+        assert "publisher.publish(step)" in said
+        assert caplog.records[-1].levelno == logging.WARNING
+        for _ in range(20):
+            step(muon)
+        assert len(told_of_idle(caplog)) == 1
+        step(muon, adamw)  # it ends, and a short one is not told of
+        expected = {25: bits_of(model.state_dict())}
+        step(muon)
+        step(muon)
+        step(muon, adamw)
+        expected[28] = bits_of(model.state_dict())
+        assert len(told_of_idle(caplog)) == 1
+        for _ in range(4):
+            step(muon)
+        assert len(told_of_idle(caplog)) == 2
+        step(muon, adamw)
+        expected[33] = bits_of(model.state_dict())
+    assert [p.merged_steps for p in publisher.history if p.kind == "delta"] == [2, 4]
+    assert_chain(bucket, expected, tmp_path)
+
+
+def test_all_that_do_not_step_are_named(
+    bucket: LocalBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small(torch.float32)
+    first, *others = (torch.optim.SGD([p], lr=1e-3) for p in list(model.parameters())[:3])
+    with Publisher(model, bucket, optimizer=[first, *others]):
+        for _ in range(4):
+            backward(model, 0).backward()
+            first.step()
+    (said,) = told_of_idle(caplog)
+    assert "without optimizer 1 (SGD) and optimizer 2 (SGD)" in said
+
+
 def test_tensors_that_no_optimizer_has_are_told_of(
     bucket: LocalBucket, caplog: pytest.LogCaptureFixture
 ) -> None:
