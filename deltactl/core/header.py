@@ -7,12 +7,13 @@ that its kind needs. man/deltactl-format.5 is the specification.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import Any, Literal, SupportsIndex, cast
 
 from deltactl.core.bits import element_bytes
 from deltactl.core.digest import HEX_DIGITS, TensorState, hasher, is_digest
@@ -74,10 +75,24 @@ MAX_STEP = 10**18 - 1
 """The format's limit; a model that makes a step each nanosecond gets there in 32 years."""
 
 
-def check_step(step: int) -> None:
-    """Raise UsageError for a number that is no step."""
-    if not 0 <= step <= MAX_STEP:
-        raise UsageError("the step is out of range", expected=f"0 to {MAX_STEP}", found=step)
+def check_step(step: SupportsIndex) -> int:
+    """The step as an int. Raises UsageError for what is no whole number, and for one that is out of
+    range."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = None
+    if number is None or _is_truth(step):
+        what = "a step is a whole number"
+        raise UsageError(what, expected="such as 4", found=f"{step!r}, {type(step).__name__}")
+    if not 0 <= number <= MAX_STEP:
+        raise UsageError("the step is out of range", expected=f"0 to {MAX_STEP}", found=number)
+    return number
+
+
+def _is_truth(value: object) -> bool:
+    """Whether it is True or False, also one of an array's: as an index those are 1 and 0."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def utf8(name: str) -> bytes:

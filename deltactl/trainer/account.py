@@ -8,11 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
+from deltactl.core.errors import Conflict, Unsupported, UsageError
 from deltactl.trainer.report import Publication, log
 from deltactl.trainer.worker import Worker
 
 Notify = Callable[[str, int], None]
 """``notify(bucket's URL, step)``."""
+
+_OF_THE_MODEL = Conflict, Unsupported, UsageError
+"""What a model that is not what it was is refused with: no next step is taken either."""
 
 
 class Account(ABC):
@@ -39,9 +43,18 @@ class Account(ABC):
         return self._step_error or self._link_error or self._anchor_error
 
     def fail(self, error: Exception) -> None:
-        """A step got no link of its own; the next one has its changes."""
-        self._step_error = error
-        log.warning("a step got no link of its own, the next one has its changes: %s", error)
+        """A step got no link of its own; the next one has its changes, if there is one. The same
+        again is not told again before a step has got its link."""
+        before, self._step_error = self._step_error, error
+        if before is not None and str(before) == str(error):
+            return
+        if isinstance(error, _OF_THE_MODEL):
+            log.error(
+                "nothing more is published of this run, unless the model becomes again what it "
+                "was: %s%s", error, f" ({error.hint})" if error.hint else "",
+            )  # fmt: skip
+        else:
+            log.warning("a step got no link of its own, the next one has its changes: %s", error)
 
     # On the threads that put.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from deltactl.core.errors import UsageError
+from deltactl.core.errors import UsageError, listed
 from deltactl.trainer.publishable import check_model, loaded_class
 
 Names = Callable[[str], str | None] | Mapping[str, str | None]
@@ -46,7 +46,11 @@ class Naming:
     """Gives the tensors of a model at every step, so that late ones are found when they appear."""
 
     def __init__(self, model: torch.nn.Module, names: Names | None) -> None:
+        if not (names is None or callable(names) or isinstance(names, Mapping)):
+            what = "names= takes a dict of names, or a function from a name to a name"
+            raise UsageError(what, found=type(names).__name__)
         self._model, self._names = unwrapped(model), names
+        self._looked = False  # whether the model has what names= speaks of
         self._unconverted: frozenset[str] | None = None
 
     def tensors(self) -> Tensors:
@@ -54,12 +58,16 @@ class Naming:
 
         Of tied ones the name that ``save_pretrained`` keeps, else the first. Without ``names`` a
         Hugging Face model's are those that its ``save_pretrained`` writes. Raises UsageError where
-        two get one name, and Unsupported as ``check_model``.
+        two get one name, and at first where ``names`` has one that is no tensor's (later it may
+        have gone); and as ``check_model``.
         """
         check_model(self._model)
         found = _once(_state(self._model), self._tied())
         if self._names is None:
             return self._as_saved(found)
+        if not self._looked:
+            _check_known(self._model, self._names)
+            self._looked = True
         return _renamed(found, self._names)
 
     def _tied(self) -> list[str]:
@@ -96,14 +104,35 @@ def _is_pretrained(model: torch.nn.Module) -> bool:
 
 
 def _state(model: torch.nn.Module) -> Tensors:
-    state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    wrapped = [_plain(f"{n}.module.") for n, part in model.named_modules() if _holds_module(part)]
     return {
-        _inside(_plain(name), wrapped): value
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and not is_lazy(value) and name not in ignored
+        plain: value
+        for name, plain, value in _all(model)
+        if not is_lazy(value) and name not in ignored
     }
+
+
+def _all(model: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Each tensor of the state dict, after its name there and its name without wrappers."""
+    state: Mapping[str, Any] = model.state_dict(keep_vars=True)
+    wrapped = [_plain(f"{n}.module.") for n, part in model.named_modules() if _holds_module(part)]
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            yield name, _inside(_plain(name), wrapped), value
+
+
+def _check_known(model: torch.nn.Module, names: Names) -> None:
+    """Raise UsageError for names that no tensor of the model has."""
+    known = [plain for _, plain, _ in _all(model)]
+    unknown = sorted(map(str, names.keys() - set(known))) if isinstance(names, Mapping) else []
+    if unknown:
+        raise UsageError(
+            "names= has what is no tensor of the model",
+            expected=f"names of its state_dict: {listed(known)}",
+            found=listed(unknown),
+            hint="leave it out of names=, or write it as model.state_dict() has it, without what "
+            "wrappers add",
+        )
 
 
 def _plain(name: str) -> str:
@@ -151,6 +180,9 @@ def _renamed(tensors: Tensors, names: Names) -> Tensors:
         new = names.get(name, name) if isinstance(names, Mapping) else names(name)
         if new is None:
             continue
+        if not isinstance(new, str):
+            what = "names= gives a tensor what is no name"
+            raise UsageError(what, tensor=name, expected="a str, or None", found=repr(new))
         if new in found:
             what = "two tensors of the model get one name"
             raise UsageError(what, tensor=new, hint="names= has to give each its own")

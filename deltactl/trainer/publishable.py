@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deltactl.core.errors import Unsupported
+from deltactl.core.errors import Unsupported, UsageError
 
 
 def loaded_class(module: str, name: str) -> type | None:
@@ -22,7 +22,11 @@ def loaded_class(module: str, name: str) -> type | None:
 
 def check_model(model: torch.nn.Module) -> None:
     """Raise Unsupported for DeepSpeed's ZeRO stage 3, for FSDP1 and for adapters of PEFT, in any
-    part of the model. To be asked before anything else is asked of the model."""
+    part of the model, and UsageError for what is no model. To be asked before anything else is
+    asked of the model."""
+    if not isinstance(model, torch.nn.Module):
+        what = "model= takes the model that trains, a torch.nn.Module"
+        raise UsageError(what, found=type(model).__name__)
     fsdp1, peft = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel"), _peft()
     for name, module in model.named_modules():
         where = f"{type(module).__name__}{f' at {name!r}' if name else ''}"

@@ -32,10 +32,9 @@ class Stepping(ABC, Generic[L]):
     ) -> None:
         self._waiting = Waiting(when_busy, max_wait)
         self._optimizers = Optimizers(optimizer)
-        if step is not None:
-            check_step(step)
         self._closed, self._blocked, self._merged = False, 0.0, 0
-        self._training, self._offset, self._newest = step or 0, 0, -1
+        self._training = 0 if step is None else check_step(step)
+        self._offset, self._newest = 0, -1
         self._line: L | None = None
         self._ending: Ending | None = None
         self._hooks = contextlib.ExitStack()
@@ -78,7 +77,7 @@ class Stepping(ABC, Generic[L]):
         """Publish the weights as they are now, as ``step``, by default the one after the last.
 
         Returns when what changed has been taken, and the weights may change again. Raises
-        UsageError for a number that is no step, and once closed; at the first step also what the
+        UsageError for what is no step, and once closed; at the first step also what the
         model is refused for, if it has become such a one since the publisher was made. Nothing else
         that fails stops training: see ``error``. In a process that was forked from the publisher's
         nothing is published.
@@ -88,8 +87,7 @@ class Stepping(ABC, Generic[L]):
         if self._is_foreign:
             self._tell_foreign()
             return
-        training = self._training + 1 if step is None else step
-        check_step(training)
+        training = check_step(self._training + 1 if step is None else step)
         if not self._checked:
             self._check()
             self._checked = True

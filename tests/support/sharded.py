@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from deltactl.core.errors import DeltactlError
+from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.trainer import DeltaCallback, Publisher, RanksPublisher
 from tests.support.publishing import bits_of, small, update
 
@@ -234,6 +235,33 @@ def ranks_never_closed(place: Path) -> None:
             (place / f"expected-{step}").write_bytes(pickle.dumps(bits_of(whole)))
 
 
+def names_of_no_tensor(place: Path) -> None:
+    """On one rank; the other is told."""
+    names = {"nonexistent": None} if dist.get_rank() else None
+    RanksPublisher(small(), place / "bucket", scratch=place / "scratch", names=names)
+
+
+def another_dtype_later(place: Path) -> list[str]:
+    """What a rank tells of it in three steps."""
+    model = small(torch.float32)
+    found = ranks_publisher(model, place)
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("deltactl")
+    log.addHandler(handler)
+    try:
+        found.publish()
+        model.bfloat16()
+        for _ in range(3):
+            found.publish()
+        with contextlib.suppress(UsageError):
+            found.close()
+        return told
+    finally:
+        log.removeHandler(handler)
+
+
 def one_of_emptied(place: Path) -> None:
     """No sharding that is known, and yet a rank whose parameters are empty."""
     model = small(torch.float32)
@@ -256,6 +284,8 @@ CASES: dict[str, Case] = {
     "zero2: Publisher": zero2,
     "zero2's optimizer: Publisher": optimizer_of_zero2,
     "zero2's inner optimizer: Publisher": inner_optimizer_of_zero2,
+    "names of no tensor: RanksPublisher": names_of_no_tensor,
+    "another dtype later: RanksPublisher": another_dtype_later,
     "zero3 of a Trainer: DeltaCallback": lambda place: trainer(place, stage=3),
     "zero2 of a Trainer: DeltaCallback": lambda place: trainer(place, stage=2),
     "never closed: RanksPublisher": ranks_never_closed,

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.core.errors import UsageError
 from deltactl.trainer import Publisher
 from deltactl.trainer.names import Naming, unwrapped
 from tests.support.publishing import adamw, assert_chain, bits_of, small, update
@@ -114,6 +115,47 @@ def test_a_module_of_the_users_with_such_a_name_is_no_wrapper() -> None:
             self.module = small()
 
     assert "module.0.weight" in Naming(Mine(), None).tensors()
+
+
+@pytest.mark.parametrize("name", ["nonexistent", "0", "0.weights", "_orig_mod.0.weight", "", 0])
+@pytest.mark.parametrize("given", [None, "other"])
+def test_a_name_that_no_tensor_has_is_refused(tmp_path: Path, name: Any, given: str | None) -> None:
+    names = {"0.weight": "a", name: given}
+    model = torch.compile(small(), backend="eager")
+    with pytest.raises(UsageError, match="no tensor of the model") as caught:
+        Publisher(model, tmp_path / "bucket", names=names)  # type: ignore[arg-type]
+    assert caught.value.found == str(name)
+    assert "0.weight, 0.bias" in str(caught.value.expected)
+    assert not (tmp_path / "bucket").exists()
+
+
+def test_a_name_may_be_of_a_tensor_that_is_not_published(tmp_path: Path) -> None:
+    """Tied, without a shape yet, or gone later."""
+    tied = qwen(tied=True)
+    assert "lm_head.weight" not in Naming(tied, {"lm_head.weight": None}).tensors()
+    lazy = torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.Linear(3, 3))
+    assert sorted(Naming(lazy, {"0.weight": "x"}).tensors()) == ["1.bias", "1.weight"]
+    model = torch.nn.Sequential(*small(), torch.nn.Linear(2, 2))
+    naming = Naming(model, {"2.weight": "head"})
+    assert "head" in naming.tensors()
+    del model[2]
+    assert "head" not in naming.tensors()
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        ("0.weight", "a dict of names, or a function"),
+        ([("0.weight", "a")], "a dict of names, or a function"),
+        ({"0.weight": 3}, "what is no name"),
+        (lambda name: name.encode(), "what is no name"),
+        (lambda name: "one", "two tensors of the model get one name"),
+    ],
+)
+def test_what_gives_no_names_is_refused(tmp_path: Path, names: Any, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        Publisher(small(), tmp_path / "bucket", names=names)
+    assert not (tmp_path / "bucket").exists()
 
 
 def test_parameters_without_a_shape_yet_are_left_out() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -435,6 +436,57 @@ def test_a_model_that_becomes_another_one_in_a_run_is_not_published(
     assert_chain(bucket, expected, tmp_path)
 
 
+def to_bfloat16(model: torch.nn.Module) -> None:
+    model.bfloat16()
+
+
+def to_meta(model: torch.nn.Module) -> None:
+    model[1].to("meta")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "refusal", "says"),
+    [(to_bfloat16, Conflict, "F32 became BF16"), (to_meta, Unsupported, "on the meta device")],
+)
+def test_a_run_whose_model_is_refused_from_some_step_on_is_told_so_once(
+    tmp_path: Path, bucket: MoodyBucket, caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[torch.nn.Module], None], refusal: type[Exception], says: str,
+) -> None:  # fmt: skip
+    model = small(torch.float32)
+    publisher = Publisher(model, bucket)
+    publisher.publish()
+    expected = {1: bits_of(model.state_dict())}
+    spoil(model)
+    for _ in range(4):
+        publisher.publish()
+    with pytest.raises(refusal, match=says) as caught:
+        publisher.close()
+    told = [r for r in caplog.records if says in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.ERROR]
+    assert told[0].getMessage().startswith("nothing more is published of this run")
+    assert str(caught.value.hint) in told[0].getMessage()  # type: ignore[attr-defined]
+    assert "the next one has its changes" not in caplog.text
+    assert "4 of the 5 steps of this run are not in the bucket" in caplog.text
+    assert_chain(bucket, expected, tmp_path)
+
+
+def test_what_fails_again_after_a_step_got_through_is_told_again(
+    bucket: MoodyBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = small(torch.float32)
+    with Publisher(model, bucket) as publisher:
+        publisher.publish()
+        for _ in range(2):
+            model.bfloat16()
+            publisher.publish()
+            publisher.publish()
+            model.float()
+            publisher.publish()
+    told = [r for r in caplog.records if "F32 became BF16" in r.getMessage()]
+    assert len(told) == 2
+    assert publisher.error is None
+
+
 def test_another_model_is_refused_though_the_tip_is_damaged(
     tmp_path: Path, bucket: MoodyBucket
 ) -> None:
@@ -509,6 +561,41 @@ def test_requests_that_make_no_sense(
 ) -> None:
     with pytest.raises(UsageError, match=match):
         Publisher(small(), bucket, **options)
+
+
+@pytest.mark.parametrize(
+    "step", [1.5, 4.0, "4", True, np.bool_(True), torch.tensor(True), [4]], ids=repr
+)
+def test_what_is_no_number_of_a_step_is_refused_at_once(
+    tmp_path: Path, bucket: MoodyBucket, step: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError, match="a step is a whole number") as caught:
+        Publisher(small(), bucket, step=step)
+    assert type(step).__name__ in str(caught.value.found)
+    with Publisher(small(), bucket) as publisher:
+        with pytest.raises(UsageError, match="a step is a whole number"):
+            publisher.publish(step)
+        publisher.publish()
+    assert [p.step for p in publisher.history] == [1]
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("step", [np.int64(4), np.uint8(4), torch.tensor(4)], ids=repr)
+def test_a_step_may_be_any_whole_number(tmp_path: Path, bucket: MoodyBucket, step: Any) -> None:
+    model = small()
+    with Publisher(model, bucket, step=step) as publisher:
+        publisher.publish()
+        publisher.publish(step + 2)
+    assert [p.step for p in publisher.history] == [5, 6]
+    assert all(type(p.training_step) is int for p in publisher.history)
+
+
+@pytest.mark.parametrize("model", [None, "Qwen/Qwen3-0.6B", {}, small])
+def test_what_is_no_model_is_refused(tmp_path: Path, bucket: MoodyBucket, model: Any) -> None:
+    with pytest.raises(UsageError, match=r"a torch\.nn\.Module") as caught:
+        Publisher(model, bucket)
+    assert caught.value.found == type(model).__name__
+    assert not (tmp_path / "bucket").exists()
 
 
 def test_closed_is_closed(bucket: MoodyBucket) -> None:

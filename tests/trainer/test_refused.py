@@ -80,6 +80,28 @@ def test_a_parameter_that_was_emptied_is_refused_by_all_ranks(
     assert first["published"] == []
 
 
+def test_names_of_no_tensor_on_one_rank_are_refused_by_all(
+    ranks: list[dict[str, dict[str, Any]]],
+) -> None:
+    first, second = (rows["names of no tensor: RanksPublisher"] for rows in ranks)
+    assert first == second
+    assert first["error"] == "UsageError"
+    assert "found nonexistent" in first["says"]
+    assert first["published"] == []
+
+
+def test_a_dtype_that_changes_in_a_run_is_told_of_once_by_each_rank(
+    ranks: list[dict[str, dict[str, Any]]],
+) -> None:
+    for rows in ranks:
+        row = rows["another dtype later: RanksPublisher"]
+        said = [text for text in row["says"] if "BF16" in text]
+        assert len(said) == 1, row
+        assert said[0].startswith("nothing more is published of this run")
+        assert "close the publisher, and make another" in said[0]
+        assert row["published"] == ["anchors"]
+
+
 def test_what_zero_leaves_whole_is_published(
     ranks: list[dict[str, dict[str, Any]]], place: Path, tmp_path: Path
 ) -> None:
