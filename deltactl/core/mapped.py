@@ -50,14 +50,14 @@ class Watched:
         self._number = -1 if GUARD is None else GUARD.watch(address, size)
         self.span = range(address, address + size)
         self.held = False
-        self._released = False
+        self.released = False  # nobody reads it any more
         self._told: set[int] = set()  # threads
         with _lock:
             _live.add(self)
 
     def fault(self) -> Malformed | None:
         """What became of the file, if it cannot be read as it was mapped."""
-        if self._released:
+        if self.released:
             return None
         found = self._now()
         if found is not None and found < self._length:
@@ -89,11 +89,11 @@ class Watched:
 
     def let_go(self) -> None:
         """Nobody reads the memory any more, though it may stay mapped for a while."""
-        self._released = True
+        self.released = True
 
     def release(self) -> None:
         """The memory is about to be given back. Takes no lock: finalizers call it."""
-        self._released = True
+        self.released = True
         number, self._number = self._number, -1
         if GUARD is not None and number >= 0:
             GUARD.release(number)
@@ -167,8 +167,9 @@ def release_after(watched: Watched, owners: Sequence[object]) -> None:
 
 
 def _of(data: Bytes) -> Watched | None:
+    """The one that ``data`` lies in now: others may have been at the same address before."""
     at = data.ctypes.data
-    return next((one for one in _watched() if at in one.span), None)
+    return next((one for one in _watched() if not one.released and at in one.span), None)
 
 
 def hold(data: Bytes) -> None:

@@ -241,6 +241,21 @@ def test_nothing_takes_a_name_that_was_made_of_a_torn_file(file: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_file_is_held_though_others_were_mapped_to_its_address_before(file: Path) -> None:
+    data = map_bytes(file)
+    at, size = data.ctypes.data, data.size
+    earlier = [mapped.Watched(file, at, size, size, lambda: size) for _ in range(20)]
+    for one in earlier:
+        one.release()
+    mapped.hold(data)
+    os.truncate(file, PAGE)
+    for _ in range(2):
+        with pytest.raises(Malformed, match="truncated"):
+            mapped.check_mapped()
+    mapped.let_go(data)
+    mapped.check_mapped()
+
+
 def test_who_tries_again_is_not_told_of_what_was_let_go_of(tmp_path: Path) -> None:
     """Though the error of the first time, and so what it saw, lives on."""
     place = Place(tmp_path)
@@ -362,7 +377,7 @@ class Tearing:
         patch.setattr(Meter, "add", read_piece)
 
     def _pass(self) -> None:
-        live = [watched for watched in list(mapped._live) if not watched._released]
+        live = [watched for watched in list(mapped._live) if not watched.released]
         if self.torn or not any(watched.path.samefile(self._path) for watched in live):
             return
         self._to_go -= 1
