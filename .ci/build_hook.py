@@ -32,7 +32,9 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         for out in made:
             if version == "editable":
-                shutil.copy(out, _NATIVE / out.name)
+                new = _NATIVE / f"{out.name}.new"
+                shutil.copy(out, new)
+                os.replace(new, _NATIVE / out.name)  # a process may have the old one mapped
             else:
                 build_data["force_include"][str(out)] = f"deltactl/core/native/{out.name}"
         if version == "editable":
