@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import ssl
 import subprocess
 import threading
@@ -16,6 +15,7 @@ import pytest
 from deltactl.core.errors import NotAllowed, UsageError
 from deltactl.server.wire import NoAnswer, Wire
 from tests.server.conftest import Start
+from tests.support.tools import need
 
 
 class _Answering(BaseHTTPRequestHandler):
@@ -56,9 +56,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-keyout", str(path)]
     named = ["-out", f"{path}.crt", "-subj", "/CN=127.0.0.1"]
     named += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the command openssl")
-    subprocess.run(["openssl", *made, *named], check=True, capture_output=True)
+    subprocess.run([need("openssl"), *made, *named], check=True, capture_output=True)
     path.write_bytes(path.read_bytes() + Path(f"{path}.crt").read_bytes())
     return path
 
