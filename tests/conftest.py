@@ -14,8 +14,9 @@ import botocore.session
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deltactl.core.parallel import cores
+from deltactl.files.parallel import cores
 from tests.support.azure_server import AzureServer, run_azure_server
+from tests.support.fixtures import loops, unprivileged
 from tests.support.s3_server import S3Server, run_s3_server
 from tests.support.trained import trained_chain, trained_chain_tied
 from tests.support.vllm_fixtures import (
@@ -32,11 +33,12 @@ from tests.support.vllm_fixtures import (
 from tests.support.vllm_server import REQUIRED, vllm_is_missing
 
 __all__ = [
-    "trained_chain", "trained_chain_tied", "vllm_chain", "vllm_chain_in_s3", "vllm_client",
-    "vllm_first", "vllm_fresh", "vllm_live", "vllm_s3", "vllm_scratch", "vllm_setup",
+    "loops", "trained_chain", "trained_chain_tied", "unprivileged", "vllm_chain",
+    "vllm_chain_in_s3", "vllm_client", "vllm_first", "vllm_fresh", "vllm_live", "vllm_s3",
+    "vllm_scratch", "vllm_setup",
 ]  # fmt: skip
 
-NEED_VLLM = ("loop/real", "server/real", "vllm/real")
+NEED_VLLM = ("demo/real", "server/real", "vllm/real")
 """Directories of tests that start a real vLLM. Where it is not installed they are not collected."""
 
 collect_ignore = list(NEED_VLLM) if vllm_is_missing() else []

@@ -9,7 +9,7 @@ import pytest
 
 from deltactl.bench import catch_up
 from deltactl.bench.run import bench
-from deltactl.core.encoding import ENCODINGS
+from deltactl.codec import ENCODINGS
 from tests.benchmarks.limits import (
     KINDS,
     OURS,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.cli.app import app
-from deltactl.core.publish import push
+from deltactl.ops.push import push
 from tests.support.chains import AUX
 from tests.support.checkpoints import (
     Spec,

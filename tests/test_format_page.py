@@ -14,14 +14,14 @@ import pytest
 import zstandard
 from safetensors import safe_open
 
-from deltactl.core.bits import SIGN_MAGNITUDE
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.encoding import ENCODINGS as KNOWN
-from deltactl.core.encoding.base import BLOCK
-from deltactl.core.encoding.classes import EXPONENTS, MOST_CLASSES, SEGMENT
-from deltactl.core.header import FORMAT_VERSION
-from deltactl.core.safetensors_io import DTYPE_BITS, MAX_HEADER
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.codec import ENCODINGS as KNOWN
+from deltactl.codec.base import BLOCK
+from deltactl.codec.bits import SIGN_MAGNITUDE
+from deltactl.codec.classes import EXPONENTS, MOST_CLASSES, SEGMENT
+from deltactl.files.safetensors import DTYPE_BITS, MAX_HEADER
+from deltactl.format.header import FORMAT_VERSION
+from deltactl.ops.diff import diff
 from tests.golden.make import ENCODINGS, GOLDEN, trained, weights
 from tests.support import checkpoints, page_reader, trl_reader
 from tests.support.checkpoints import (

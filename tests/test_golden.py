@@ -13,16 +13,16 @@ import pytest
 from blake3 import blake3
 
 from deltactl.bucket import open_bucket
-from deltactl.core.apply import apply_delta
-from deltactl.core.chain import read_chain
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.delta import open_delta
-from deltactl.core.encoding.golomb import read_leb128
-from deltactl.core.encoding.integers import Reader
-from deltactl.core.identity import state_of, tensor_states
-from deltactl.core.pull import pull
-from deltactl.core.stats import stats_delta
-from deltactl.core.verify import verify_bucket, verify_delta
+from deltactl.chain.chain import read_chain
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.checkpoint.state import state_of, tensor_states
+from deltactl.codec.golomb import read_leb128
+from deltactl.codec.integers import Reader
+from deltactl.format.delta import open_delta
+from deltactl.ops.apply import apply_delta
+from deltactl.ops.pull import pull
+from deltactl.ops.stats import stats_delta
+from deltactl.ops.verify import verify_bucket, verify_delta
 from tests.golden.make import (
     ENCODINGS,
     GOLDEN,

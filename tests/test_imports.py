@@ -10,7 +10,14 @@ import pytest
 
 import deltactl.bench
 import deltactl.bucket
+import deltactl.chain
+import deltactl.checkpoint
+import deltactl.codec
 import deltactl.core
+import deltactl.files
+import deltactl.format
+import deltactl.ops
+import deltactl.replay
 import deltactl.server
 
 NEVER = ("rich", "torch", "transformers", "typer")
@@ -23,7 +30,19 @@ def modules_of(package: object) -> list[str]:
 
 @pytest.mark.parametrize(
     "package",
-    [deltactl.core, deltactl.bucket, deltactl.server, deltactl.bench],
+    [
+        deltactl.core,
+        deltactl.files,
+        deltactl.codec,
+        deltactl.format,
+        deltactl.checkpoint,
+        deltactl.replay,
+        deltactl.chain,
+        deltactl.bucket,
+        deltactl.ops,
+        deltactl.server,
+        deltactl.bench,
+    ],
     ids=lambda p: p.__name__,
 )
 def test_no_module_imports_the_interface_or_torch(package: object) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import deltactl
-from deltactl.trainer.tiny import one_thread, quiet
+from deltactl.demo.tiny_model import one_thread, quiet
 from tests.support.trained import STEPS, assert_same_bits, load_bits
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(deltactl.__file__).parents[1])}

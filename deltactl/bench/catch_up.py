@@ -10,11 +10,11 @@ from pathlib import Path
 
 from deltactl.bench.made import write_steps
 from deltactl.bench.timing import Work
-from deltactl.core.apply import write_result
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.delta import open_delta
-from deltactl.core.diff import diff
-from deltactl.core.files import remove
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.files.atomic import remove
+from deltactl.format.delta import open_delta
+from deltactl.ops.apply import write_result
+from deltactl.ops.diff import diff
 
 LINKS = (1, 10, 100)
 PARAMS = 1 << 21

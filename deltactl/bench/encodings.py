@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 
 from deltactl.bench.timing import Work
-from deltactl.core.apply import apply_delta
-from deltactl.core.bits import Bytes
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.delta import open_delta
-from deltactl.core.diff import DiffReport, diff
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.codec.bits import Bytes
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import Malformed
-from deltactl.core.files import remove
-from deltactl.core.in_memory import apply_in_memory, decode_all
+from deltactl.files.atomic import remove
+from deltactl.format.delta import open_delta
+from deltactl.ops.apply import apply_delta
+from deltactl.ops.diff import DiffReport, diff
+from deltactl.replay.in_memory import apply_in_memory, decode_all
 
 
 @dataclass(frozen=True, slots=True)

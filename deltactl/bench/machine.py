@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from deltactl.bench.timing import Work
-from deltactl.core.checkpoint import Checkpoint
+from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
-from deltactl.core.files import remove
 from deltactl.core.native import KERNEL
-from deltactl.core.parallel import cores
+from deltactl.files.atomic import remove
+from deltactl.files.parallel import cores
 
 _SPAN = 1 << 26  # bytes that one thread reads in a row
 _CHUNK = 1 << 20  # bytes that are read at once, so that they stay in cache

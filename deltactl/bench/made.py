@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.core.bits import Bits
-from deltactl.core.safetensors_io import make_header
+from deltactl.codec.bits import Bits
+from deltactl.files.safetensors import make_header
 
 Floats = npt.NDArray[np.float32]
 

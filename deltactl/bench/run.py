@@ -14,15 +14,15 @@ from deltactl.bench.made import write_steps
 from deltactl.bench.peers import PEERS, TRL, Files, MeasuredPeer
 from deltactl.bench.report import BenchReport
 from deltactl.bench.timing import Work, medians
-from deltactl.core.bits import Bytes
-from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.encoding import DEFAULT, ENCODINGS
+from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.checkpoint.sampling import sample_pair
+from deltactl.codec import DEFAULT, ENCODINGS
+from deltactl.codec.bits import Bytes
 from deltactl.core.errors import DeltactlError, NotFound, UsageError
-from deltactl.core.parallel import Meter
 from deltactl.core.progress import Progress, silent
-from deltactl.core.rebuild import write_file
-from deltactl.core.sampling import sample_pair
+from deltactl.files.parallel import Meter
+from deltactl.ops.diff import diff
+from deltactl.replay.rebuild import write_file
 
 PARAMS = 1 << 26
 ROUNDS = 5

@@ -9,8 +9,8 @@ from urllib.parse import unquote, urlsplit
 from deltactl.bucket.local import LocalBucket
 from deltactl.bucket.retrying import RetryingBucket, eager
 from deltactl.bucket.throttle import Throttle
+from deltactl.chain.store import Bucket, refuse_secret
 from deltactl.core.errors import UsageError
-from deltactl.core.store import Bucket, refuse_secret
 
 _LOCAL_JOBS = 16  # on a network file system it is latency that is waited for
 _HUB_JOBS = 16
@@ -43,7 +43,7 @@ def open_bucket(
     if scheme[1].lower() == "hf":
         return remote(_open_hub(url, jobs or _HUB_JOBS, limit_rate))
     if scheme[1].lower() in ("s3", "gs", "az"):
-        from deltactl.bucket.stores import open_objects
+        from deltactl.bucket.cloud.stores import open_objects
 
         return remote(open_objects(url, jobs, throttle))
     raise UsageError(
@@ -58,7 +58,7 @@ def _open_hub(url: str, jobs: int, limit_rate: int | None) -> Bucket:
     if limit_rate is not None:
         what = "the rate of transfers with the Hub cannot be limited: its client, Xet, has no limit"
         raise UsageError(what, hint="leave the limit out")
-    from deltactl.bucket.hub import HubBucket  # slow to import
+    from deltactl.bucket.hub.bucket import HubBucket  # slow to import
 
     return HubBucket(url, jobs)
 

@@ -12,18 +12,18 @@ from typing import IO
 
 from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
-from deltactl.core.asides import Outcome
+from deltactl.chain.store import Object
 from deltactl.core.errors import NotAllowed, NotFound, Transient
-from deltactl.core.files import copy_file, rename_new, sync_directory, temporary_file
-from deltactl.core.leftovers import CLAIM, discard, leftovers
-from deltactl.core.store import Object, Unfinished
+from deltactl.files.atomic import copy_file, rename_new, sync_directory, temporary_file
+from deltactl.files.leftovers import CLAIM, discard, leftovers
+from deltactl.files.temporary import Outcome, Unfinished
 
 _TEMPORARY = ".tmp"
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 class LocalBucket:
-    """Implements core.store.Bucket. Creation is atomic: of two that put one name, one gets True."""
+    """Implements chain.store.Bucket. Creation is atomic: of two who put one name, one gets True."""
 
     def __init__(self, root: Path, jobs: int = 16, throttle: Throttle | None = None) -> None:
         self._root, self._jobs, self._throttle = root.absolute(), jobs, throttle

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from deltactl.core.asides import Outcome
+from deltactl.chain.store import Bucket, Object, holds_bytes
 from deltactl.core.errors import Transient
-from deltactl.core.store import Bucket, Object, Unfinished, holds_bytes
+from deltactl.files.temporary import Outcome, Unfinished
 
 R = TypeVar("R")
 
@@ -23,7 +23,7 @@ _EAGER_TRIES, _EAGER_WAIT = 40, 5.0  # it is patience that ends these
 
 
 class RetryingBucket:
-    """Implements core.store.Bucket over another, and tries again what raises Transient.
+    """Implements chain.store.Bucket over another, and tries again what raises Transient.
 
     It waits a random part of a time that doubles, up to ``longest_wait`` seconds (full jitter, so
     that many who failed together do not come back together), and no less than the server asked for.

@@ -16,25 +16,25 @@ from typer._click.exceptions import ClickException
 from typer.core import TyperGroup
 
 from deltactl import __version__
-from deltactl.cli import exits
+from deltactl.chain.store import refuse_secret
 from deltactl.cli.apply import apply
 from deltactl.cli.bench import bench
 from deltactl.cli.clean import clean
-from deltactl.cli.completion import SCRIPTS, VARIABLE, Shell
 from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
 from deltactl.cli.diff import diff
 from deltactl.cli.doctor import doctor
+from deltactl.cli.interface import exits
+from deltactl.cli.interface.completion import SCRIPTS, VARIABLE, Shell
+from deltactl.cli.interface.manual import Verb
+from deltactl.cli.interface.output import Output
 from deltactl.cli.log import log
-from deltactl.cli.manual import Verb
-from deltactl.cli.output import Output
 from deltactl.cli.pull import pull
 from deltactl.cli.push import push
 from deltactl.cli.show import show
 from deltactl.cli.stats import stats
 from deltactl.cli.verify import verify
 from deltactl.core.errors import DeltactlError, UsageError
-from deltactl.core.store import refuse_secret
 
 NAME = "deltactl"
 
@@ -183,7 +183,7 @@ def _failed(out: Output, error: DeltactlError | OSError | MemoryError, verb: str
 
 def _torn() -> DeltactlError | None:
     """A file that was torn while it was mapped: whatever else was said comes of that."""
-    module = sys.modules.get("deltactl.core.mapped")  # not imported for commands that map nothing
+    module = sys.modules.get("deltactl.files.mapped")  # not imported for commands that map nothing
     return None if module is None else module.mapped_fault()
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.manual import manual
-from deltactl.cli.options import (
+from deltactl.cli.interface import text
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import (
     STDIO,
     DryRun,
     Jobs,
@@ -21,11 +21,11 @@ from deltactl.cli.options import (
     delta_file,
     output,
 )
-from deltactl.cli.servers import REPLICA_KEYS, apply_to
+from deltactl.cli.interface.servers import REPLICA_KEYS, apply_to
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from deltactl.core.apply import ApplyReport
+    from deltactl.ops.apply import ApplyReport
 
 
 Pause = Literal["keep", "wait", "abort"]
@@ -188,7 +188,7 @@ def apply(
         raise UsageError("give either -o OUT or --in-place")
     if out == STDIO:
         raise UsageError("a checkpoint cannot be written to stdout")
-    from deltactl.core.apply import apply_delta
+    from deltactl.ops.apply import apply_delta
 
     with delta_file(Path(target)) as file, screen.progress() as progress:
         report = apply_delta(file, base, out, progress=progress)

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import Json, Quiet, output
 from deltactl.core.errors import UsageError
 
 Row = Mapping[str, Any]

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.exits import code_of
-from deltactl.cli.manual import manual
-from deltactl.cli.options import WHERE, DryRun, Jobs, Json, Quiet, age, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.exits import code_of
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import WHERE, DryRun, Jobs, Json, Quiet, age, output
 from deltactl.core.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
-    from deltactl.core.clean import CleanReport, Item
+    from deltactl.ops.clean import CleanReport, Item
 
 
 @manual(
@@ -89,12 +89,12 @@ def clean(
     if cache is (bucket is not None):
         raise UsageError("what is to be cleaned?", expected="either BUCKET|DIR or --cache")
     if bucket is None:
-        from deltactl.core.clean_cache import clean_cache
+        from deltactl.ops.clean_cache import clean_cache
 
         report = clean_cache(older_than=older_than, dry_run=dry_run)
     else:
         from deltactl.bucket import open_bucket
-        from deltactl.core.clean import clean_bucket
+        from deltactl.ops.clean import clean_bucket
 
         opened = open_bucket(bucket, jobs=jobs)
         report = clean_bucket(opened, older_than=older_than, dry_run=dry_run)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.manual import manual
-from deltactl.cli.options import WHERE, DryRun, Jobs, Json, LimitRate, Quiet, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import WHERE, DryRun, Jobs, Json, LimitRate, Quiet, output
 
 if TYPE_CHECKING:
-    from deltactl.core.copy import CopyReport
+    from deltactl.ops.copy import CopyReport
 
 
 @manual(
@@ -65,7 +65,7 @@ def copy(
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
-    from deltactl.core.copy import copy_chain
+    from deltactl.ops.copy import copy_chain
 
     with screen.progress() as progress:
         report = copy_chain(

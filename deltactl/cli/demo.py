@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.exits import UNSOUND
+from deltactl.cli.interface import text
+from deltactl.cli.interface.exits import UNSOUND
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import Json, Quiet, output
 from deltactl.cli.loop import (
     LOOP_KEYS,
     LOOP_STEPS,
@@ -28,16 +30,14 @@ from deltactl.cli.loop import (
     check,
     run_loop,
 )
-from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, output
 from deltactl.core.errors import Conflict, DeltactlError, UsageError
 from deltactl.core.progress import Progress
 
 if TYPE_CHECKING:
-    from deltactl.core.publish import PushReport
-    from deltactl.core.pull import PullReport
-    from deltactl.core.store import Bucket
-    from deltactl.core.verify import VerifyReport
+    from deltactl.chain.store import Bucket
+    from deltactl.ops.pull import PullReport
+    from deltactl.ops.push import PushReport
+    from deltactl.ops.verify import VerifyReport
 
 _STEPS = 12
 _NEEDED = ("torch", "transformers", "tokenizers")
@@ -213,10 +213,10 @@ def _empty(directory: Path) -> Path:
 
 def _run(place: Path, steps: int, where: Path | None, progress: Progress) -> _Account:
     from deltactl.bucket import open_bucket
-    from deltactl.core.checkpoint import open_checkpoint
-    from deltactl.core.identity import state_of
-    from deltactl.core.pull import pull
-    from deltactl.core.verify import verify_bucket
+    from deltactl.checkpoint.checkpoint import open_checkpoint
+    from deltactl.checkpoint.state import state_of
+    from deltactl.ops.pull import pull
+    from deltactl.ops.verify import verify_bucket
 
     bucket = open_bucket(str(place / "bucket"))
     published = tuple(_publish(place / "trainer", bucket, steps, progress))
@@ -230,9 +230,9 @@ def _run(place: Path, steps: int, where: Path | None, progress: Progress) -> _Ac
 
 
 def _publish(out: Path, bucket: Bucket, steps: int, progress: Progress) -> Iterator[_Published]:
-    from deltactl.core.checkpoint import open_checkpoint
-    from deltactl.core.publish import push
-    from deltactl.trainer.tiny import train
+    from deltactl.checkpoint.checkpoint import open_checkpoint
+    from deltactl.demo.tiny_model import train
+    from deltactl.ops.push import push
 
     progress("training", 0, 1)
     for trained in train(out, steps):
@@ -251,7 +251,7 @@ def _compare(found: Path, expected: Path) -> tuple[int, list[str]]:
     """
     from transformers import AutoModelForCausalLM
 
-    from deltactl.trainer.tiny import quiet
+    from deltactl.demo.tiny_model import quiet
 
     wanted, held = _load(expected), _load(found)
     with quiet():

@@ -12,15 +12,23 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.advice import KEY, advice_document, advice_lines
-from deltactl.cli.manual import manual
-from deltactl.cli.options import STDIO, Bandwidth, Encoding, Json, Quiet, bandwidth_of, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.advice import KEY, advice_document, advice_lines
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import (
+    STDIO,
+    Bandwidth,
+    Encoding,
+    Json,
+    Quiet,
+    bandwidth_of,
+    output,
+)
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from deltactl.core.diff import DiffReport
-    from deltactl.core.header import Record
+    from deltactl.format.header import Record
+    from deltactl.ops.diff import DiffReport
 
 _SHOWN = 20  # tensors that are named on the screen
 
@@ -93,9 +101,9 @@ def diff(
     if to_stdout and sys.stdout.isatty():
         raise UsageError("a delta is no text for a terminal", hint="redirect it, or -o FILE")
     rate = bandwidth_of(encoding, bandwidth)
-    from deltactl.core.advice import advise
-    from deltactl.core.checkpoint import open_checkpoint
-    from deltactl.core.diff import diff as make_delta
+    from deltactl.checkpoint.checkpoint import open_checkpoint
+    from deltactl.ops.advice import advise
+    from deltactl.ops.diff import diff as make_delta
 
     with (
         open_checkpoint(a) as base,

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import exits
-from deltactl.cli.manual import manual
-from deltactl.cli.options import (
+from deltactl.cli.interface import exits
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import (
     Jobs,
     Json,
     Quiet,
@@ -20,7 +20,7 @@ from deltactl.cli.options import (
     is_delta,
     output,
 )
-from deltactl.cli.servers import warn_of_newer
+from deltactl.cli.interface.servers import warn_of_newer
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def doctor(
 
 def _goal(target: str, jobs: int | None) -> Goal:
     from deltactl.bucket import open_bucket
-    from deltactl.core.chain import read_chain
+    from deltactl.chain.chain import read_chain
     from deltactl.server.goal import ChainGoal
 
     if is_delta(target):

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.exits import UNSOUND
-from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, Jobs, Json, Quiet, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.exits import UNSOUND
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import Bucket, Jobs, Json, Quiet, output
 from deltactl.core.errors import NotFound
 
 if TYPE_CHECKING:
-    from deltactl.core.chain import Chain, Link
+    from deltactl.chain.chain import Chain, Link
 
 
 @manual(
@@ -53,9 +53,9 @@ def log(
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
-    from deltactl.core.chain import read_chain
-    from deltactl.core.clean import leftovers_of
-    from deltactl.core.replaced import replaces_all
+    from deltactl.chain.chain import read_chain
+    from deltactl.chain.replaced import replaces_all
+    from deltactl.ops.clean import leftovers_of
 
     opened = open_bucket(bucket, jobs=jobs)
     chain = read_chain(opened)

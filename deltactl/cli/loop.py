@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.exits import UNSOUND
-from deltactl.cli.output import Output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.exits import UNSOUND
+from deltactl.cli.interface.output import Output
 from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
-    from deltactl.loop.equality import Equality
-    from deltactl.loop.run import Report, Row
+    from deltactl.demo.loop.equality import Equality
+    from deltactl.demo.loop.run import Report, Row
 
 LOOP_STEPS = 40
 """Steps of a loop, unless it is said: so many show that the reward rises."""
@@ -106,7 +106,7 @@ class Asked:
 def check(asked: Asked) -> None:
     """Raise DeltactlError for what is missing, before anything is begun."""
     if asked.plot is not None:
-        from deltactl.loop.plot import check_installed
+        from deltactl.demo.loop.plot import check_installed
 
         check_installed()
 
@@ -115,13 +115,13 @@ def run_loop(
     screen: Output, place: Path, steps: int | None, asked: Asked, kept: Path | None
 ) -> None:
     """Run the loop in ``place`` and tell of it. ``kept``: ``place``, where it stays."""
-    from deltactl.loop.run import Wish, run
+    from deltactl.demo.loop.run import Wish, run
 
     table = _Table(silent=screen.mode == "quiet")
     wish = Wish(place, steps or LOOP_STEPS, asked.seed or 0, asked.bucket, asked.vllm)
     report = run(wish, table.row, table.say)
     if asked.plot is not None:
-        from deltactl.loop.plot import draw
+        from deltactl.demo.loop.plot import draw
 
         draw(report, asked.plot)
     screen.result(_document(report, kept), lambda: _lines(report, asked.plot))

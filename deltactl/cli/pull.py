@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.manual import manual
-from deltactl.cli.options import Bucket, Jobs, Json, LimitRate, Quiet, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import Bucket, Jobs, Json, LimitRate, Quiet, output
 
 if TYPE_CHECKING:
-    from deltactl.core.pull import PullReport
+    from deltactl.ops.pull import PullReport
 
 
 @manual(
@@ -73,7 +73,7 @@ def pull(
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
-    from deltactl.core.pull import pull as rebuild
+    from deltactl.ops.pull import pull as rebuild
 
     with screen.progress() as progress:
         report = rebuild(

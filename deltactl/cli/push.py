@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.advice import KEY, advice_document, advice_lines
-from deltactl.cli.manual import manual
-from deltactl.cli.options import (
+from deltactl.cli.interface import text
+from deltactl.cli.interface.advice import KEY, advice_document, advice_lines
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import (
     Bandwidth,
     Bucket,
     DryRun,
@@ -26,7 +26,7 @@ from deltactl.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from deltactl.core.publish import PushReport
+    from deltactl.ops.push import PushReport
 
 
 @manual(
@@ -123,7 +123,7 @@ def push(
     screen = output(ctx, json=json, quiet=quiet)
     rate = bandwidth_of(encoding, bandwidth)
     from deltactl.bucket import open_bucket
-    from deltactl.core.publish import push as publish
+    from deltactl.ops.push import push as publish
 
     with delta_file(source) as file, screen.progress() as progress:
         report = publish(

@@ -9,15 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import text
 from deltactl.cli.diff import record_document
-from deltactl.cli.manual import manual
-from deltactl.cli.options import Jobs, Json, Quiet, bucket_and_step, delta_file, is_delta, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import (
+    Jobs,
+    Json,
+    Quiet,
+    bucket_and_step,
+    delta_file,
+    is_delta,
+    output,
+)
 from deltactl.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from deltactl.core.anchor import AnchorHeader
-    from deltactl.core.delta_header import DeltaHeader
+    from deltactl.format.anchor import AnchorHeader
+    from deltactl.format.delta_header import DeltaHeader
 
 
 @manual(
@@ -57,7 +65,7 @@ def show(
 
 
 def _delta(path: Path) -> dict[str, Any]:
-    from deltactl.core.delta import open_delta
+    from deltactl.format.delta import open_delta
 
     with delta_file(path) as file:
         header = open_delta(file).header
@@ -71,8 +79,8 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
         what = "neither a delta file nor a step of a chain"
         raise UsageError(what, found=target, hint=f"deltactl show {quote(target)}@STEP")
     from deltactl.bucket import open_bucket
-    from deltactl.core.anchor import AnchorHeader
-    from deltactl.core.chain import read_chain
+    from deltactl.chain.chain import read_chain
+    from deltactl.format.anchor import AnchorHeader
 
     bucket, step = named
     chain = read_chain(open_bucket(bucket, jobs=jobs))

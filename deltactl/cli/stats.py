@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.exits import UNSOUND
-from deltactl.cli.manual import manual
-from deltactl.cli.options import Json, Quiet, delta_file, is_delta, output
+from deltactl.cli.interface import text
+from deltactl.cli.interface.exits import UNSOUND
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import Json, Quiet, delta_file, is_delta, output
 from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.core.progress import Progress
 
 if TYPE_CHECKING:
-    from deltactl.core.stats import Stats
+    from deltactl.ops.stats import Stats
 
 Row = Mapping[str, Any]
 
@@ -101,20 +101,20 @@ def stats(
 
 def _measure(targets: Sequence[str], progress: Progress) -> Stats:
     if len(targets) == 2:
-        from deltactl.core.checkpoint import open_checkpoint
-        from deltactl.core.stats import stats_pair
+        from deltactl.checkpoint.checkpoint import open_checkpoint
+        from deltactl.ops.stats import stats_pair
 
         with open_checkpoint(Path(targets[0])) as a, open_checkpoint(Path(targets[1])) as b:
             return stats_pair(a, b, progress)
     (target,) = targets
     if is_delta(target):
-        from deltactl.core.delta import open_delta
-        from deltactl.core.stats import stats_delta
+        from deltactl.format.delta import open_delta
+        from deltactl.ops.stats import stats_delta
 
         with delta_file(Path(target)) as file:
             return stats_delta(open_delta(file), progress)
     from deltactl.bucket import open_bucket
-    from deltactl.core.stats import stats_bucket
+    from deltactl.ops.stats import stats_bucket
 
     return stats_bucket(open_bucket(target), progress)
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
-from deltactl.cli import text
-from deltactl.cli.exits import UNSOUND
-from deltactl.cli.manual import manual
-from deltactl.cli.options import (
+from deltactl.cli.interface import text
+from deltactl.cli.interface.exits import UNSOUND
+from deltactl.cli.interface.manual import manual
+from deltactl.cli.interface.options import (
     Jobs,
     Json,
     LimitRate,
@@ -23,12 +23,12 @@ from deltactl.cli.options import (
     is_delta,
     output,
 )
-from deltactl.cli.output import Output
-from deltactl.cli.servers import exit_of, row_of, say_interrupted, warn_of_newer
+from deltactl.cli.interface.output import Output
+from deltactl.cli.interface.servers import exit_of, row_of, say_interrupted, warn_of_newer
 from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
-    from deltactl.core.verify import VerifyReport
+    from deltactl.ops.verify import VerifyReport
     from deltactl.server.audit import Audited
 
 Level = Literal["links", "data", "rebuild"]
@@ -132,13 +132,13 @@ def verify(
         raise UsageError("--against and --step are for chains", file=target)
     with screen.progress() as progress:
         if is_delta(target):
-            from deltactl.core.verify import verify_delta
+            from deltactl.ops.verify import verify_delta
 
             with delta_file(Path(target)) as file:
                 report = verify_delta(file, level=level, progress=progress)
         else:
             from deltactl.bucket import open_bucket
-            from deltactl.core.verify import verify_bucket
+            from deltactl.ops.verify import verify_bucket
 
             report = verify_bucket(
                 open_bucket(target, jobs=jobs, limit_rate=limit_rate),

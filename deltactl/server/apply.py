@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from deltactl.core.chain import read_chain
+from deltactl.chain.chain import read_chain
+from deltactl.chain.store import Bucket
 from deltactl.core.progress import Progress, silent
-from deltactl.core.store import Bucket
 from deltactl.server.drive import Drive
 from deltactl.server.fleet import Met, Together, as_error, side_by_side, urls_of
 from deltactl.server.goal import ChainGoal, DeltaGoal, Goal, lent
+from deltactl.server.http.routes import Server
+from deltactl.server.http.wire import Dead, Lost
 from deltactl.server.preflight import draft_notes, ready_for
 from deltactl.server.report import Replica
-from deltactl.server.routes import Server
 from deltactl.server.update import DEFAULTS, Job, Options
-from deltactl.server.wire import Dead, Lost
 
 
 @dataclass(frozen=True, slots=True)

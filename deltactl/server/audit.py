@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from deltactl.core.chain import Chain, read_chain
+from deltactl.chain.chain import Chain, read_chain
+from deltactl.chain.store import Bucket
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
-from deltactl.core.store import Bucket
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
+from deltactl.server.http.routes import Server
 from deltactl.server.model import specs_at
 from deltactl.server.preflight import (
     check_awake,
@@ -21,7 +22,6 @@ from deltactl.server.preflight import (
     check_version,
     draft_notes,
 )
-from deltactl.server.routes import Server
 from deltactl.server.state import Audit, Engine
 from deltactl.server.summing import Patience, summed
 

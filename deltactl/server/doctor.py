@@ -12,6 +12,8 @@ from deltactl.core.errors import DeltactlError
 from deltactl.server.apply import plan_for
 from deltactl.server.fleet import Met
 from deltactl.server.goal import Goal
+from deltactl.server.http.routes import Server
+from deltactl.server.http.wire import Unreachable
 from deltactl.server.preflight import (
     check_alone,
     check_configuration,
@@ -21,9 +23,7 @@ from deltactl.server.preflight import (
     draft_notes,
     no_plugin,
 )
-from deltactl.server.routes import Server
 from deltactl.server.state import WRITTEN, Engine
-from deltactl.server.wire import Unreachable
 
 Level = Literal["ok", "warn", "error"]
 

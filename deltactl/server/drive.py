@@ -13,13 +13,13 @@ from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient
 from deltactl.server.goal import Way, message
+from deltactl.server.http.routes import Server
+from deltactl.server.http.wire import Refused
 from deltactl.server.preflight import check_layers
 from deltactl.server.report import Replica
-from deltactl.server.routes import Server
 from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, Update
 from deltactl.server.summing import PATIENCE, hangs, summed
 from deltactl.server.update import HELD, Do, Job, decide, look_closer
-from deltactl.server.wire import Refused
 
 _TRIES = 2  # of anything that fails
 _STAGINGS = 3  # an update, once more where the server has lost it, a repair

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.core.progress import Progress
-from deltactl.server.wire import server_url
+from deltactl.server.http.wire import server_url
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Protocol
 
-from deltactl.core.chain import Chain, Link, delta_directory, delta_name
-from deltactl.core.delta import DeltaHeader, open_delta
-from deltactl.core.delta_index import DELTA_INDEX
-from deltactl.core.encoding import encoding_named
+from deltactl.chain.chain import Chain, Link, delta_directory, delta_name
+from deltactl.codec import encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
-from deltactl.core.files import temporary_directory
-from deltactl.core.pull import wanted_step
+from deltactl.files.atomic import temporary_directory
+from deltactl.format.delta import DeltaHeader, open_delta
+from deltactl.format.delta_index import DELTA_INDEX
+from deltactl.ops.pull import wanted_step
 from deltactl.server.model import Specs, check_same, specs_at, specs_of
 
 

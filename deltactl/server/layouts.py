@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.core.errors import DeltactlError, Unsupported
-from deltactl.core.reading import parse_json
+from deltactl.files.untrusted import parse_json
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """How models' configurations call it that there are some."""

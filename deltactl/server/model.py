@@ -13,10 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.chain import Chain
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.delta_header import DeltaHeader
+from deltactl.chain.chain import Chain
+from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import Conflict, DeltactlError
+from deltactl.format.delta_header import DeltaHeader
 from deltactl.server.layouts import config_of, is_tied
 
 Spec = tuple[str, tuple[int, ...]]

@@ -8,10 +8,10 @@ from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unsupported
 from deltactl.server.goal import Goal, Way
+from deltactl.server.http.routes import Server
+from deltactl.server.http.wire import Refused
 from deltactl.server.model import Specs, float_of
-from deltactl.server.routes import Server
 from deltactl.server.state import Engine
-from deltactl.server.wire import Refused
 
 OLDEST = (0, 32)
 """The oldest vLLM whose routes are those that are used here."""

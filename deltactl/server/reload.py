@@ -22,21 +22,21 @@ from shlex import quote
 from time import monotonic
 from typing import Any, TypeVar
 
-from deltactl.core.chain import read_chain
+from deltactl.chain.chain import read_chain
+from deltactl.chain.store import Bucket
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
-from deltactl.core.pull import PullReport, check_apart, materialize, wanted_step
-from deltactl.core.store import Bucket
+from deltactl.ops.pull import PullReport, check_apart, materialize, wanted_step
 from deltactl.server.apply import Applied
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
 from deltactl.server.goal import check_forward
+from deltactl.server.http.routes import Server
+from deltactl.server.http.wire import Dead, Refused
 from deltactl.server.layouts import check_layout
 from deltactl.server.model import Specs, check_model, specs_at
 from deltactl.server.preflight import BACKEND, check_routes, check_version, draft_notes
 from deltactl.server.report import Replica
-from deltactl.server.routes import Server
 from deltactl.server.update import DEFAULTS, Options
-from deltactl.server.wire import Dead, Refused
 
 T = TypeVar("T")
 

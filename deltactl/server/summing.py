@@ -6,7 +6,7 @@ import threading
 from time import monotonic
 
 from deltactl.core.errors import DeltactlError, Transient
-from deltactl.server.routes import Server
+from deltactl.server.http.routes import Server
 from deltactl.server.state import Engine
 
 PATIENCE = 10

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from deltactl.core.errors import DeltactlError
 from deltactl.server.goal import Goal
-from deltactl.server.routes import PauseMode
+from deltactl.server.http.routes import PauseMode
 from deltactl.server.state import WRITTEN, Seen
 
 HELD = "-held"

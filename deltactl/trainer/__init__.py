@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltactl.core.cadence import Adaptive, Every
+    from deltactl.chain.anchor_policy import Adaptive, Every
     from deltactl.trainer.callbacks import DeltaCallback
     from deltactl.trainer.publisher import Publisher
     from deltactl.trainer.ranks.publisher import RanksPublisher
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["Adaptive", "DeltaCallback", "Every", "Publication", "Publisher", "RanksPublisher"]
 
 _HOMES = {
-    "Adaptive": "deltactl.core.cadence",
+    "Adaptive": "deltactl.chain.anchor_policy",
     "DeltaCallback": "deltactl.trainer.callbacks",
-    "Every": "deltactl.core.cadence",
+    "Every": "deltactl.chain.anchor_policy",
     "Publication": "deltactl.trainer.report",
     "Publisher": "deltactl.trainer.publisher",
     "RanksPublisher": "deltactl.trainer.ranks.publisher",

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from deltactl.core.store import Bucket
+from deltactl.chain.store import Bucket
 from deltactl.trainer.publisher import Publisher
 from deltactl.trainer.ranks.piece import is_spread
 from deltactl.trainer.ranks.publisher import RanksPublisher

@@ -10,25 +10,25 @@ from typing import Literal
 
 import torch
 
-from deltactl.core.cadence import Cadence, Every
-from deltactl.core.encoding import DEFAULT, encoding_named
-from deltactl.core.store import Bucket
-from deltactl.trainer.account import Notify
-from deltactl.trainer.aux_files import Files, collect
-from deltactl.trainer.capture import Capturer
-from deltactl.trainer.gate import Gate
-from deltactl.trainer.line import Captured, Line
-from deltactl.trainer.live import Live, check_not_empty, check_view, live_tensors
-from deltactl.trainer.local_base import LocalBase
-from deltactl.trainer.masters import Masters
-from deltactl.trainer.mirror import MEMORY, Mirror
-from deltactl.trainer.names import Names, Naming, unwrapped
-from deltactl.trainer.optimizers import Given
-from deltactl.trainer.put import check_writable, opened
-from deltactl.trainer.resume import Begin, begin
-from deltactl.trainer.scratch import emptied, scratch_directory
-from deltactl.trainer.stepping import Stepping
-from deltactl.trainer.waiting import PATIENTLY, Waiting
+from deltactl.chain.anchor_policy import Cadence, Every
+from deltactl.chain.store import Bucket
+from deltactl.codec import DEFAULT, encoding_named
+from deltactl.trainer.capture.capture import Capturer
+from deltactl.trainer.capture.mirror import MEMORY, Mirror
+from deltactl.trainer.model.gate import Gate
+from deltactl.trainer.model.masters import Masters
+from deltactl.trainer.model.names import Names, Naming, unwrapped
+from deltactl.trainer.model.optimizers import Given
+from deltactl.trainer.model.tensors import Live, check_not_empty, check_view, live_tensors
+from deltactl.trainer.upload.account import Notify
+from deltactl.trainer.upload.aux_files import Files, collect
+from deltactl.trainer.upload.line import Captured, Line
+from deltactl.trainer.upload.local_base import LocalBase
+from deltactl.trainer.upload.put import check_writable, opened
+from deltactl.trainer.upload.resume import Begin, begin
+from deltactl.trainer.upload.scratch import emptied, scratch_directory
+from deltactl.trainer.upload.stepping import Stepping
+from deltactl.trainer.upload.waiting import PATIENTLY, Waiting
 
 
 class Publisher(Stepping[Line]):

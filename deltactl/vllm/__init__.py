@@ -21,12 +21,12 @@ def register() -> None:
     """Make the backend known to vLLM, which calls this in each of its processes.
 
     Idempotent. The engine's module is imported when an engine is made, and the layers of a CPU
-    server are changed (``deltactl.vllm.cpu_layout``) when they are imported and this backend is
-    configured: elsewhere nothing is paid and nothing differs.
+    server are changed (``deltactl.vllm.layout.cpu_layout``) when they are imported and this backend
+    is configured: elsewhere nothing is paid and nothing differs.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from deltactl.vllm import cpu_layout
+    from deltactl.vllm.layout import cpu_layout
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "deltactl.vllm.engine", "Engine")

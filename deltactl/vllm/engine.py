@@ -19,15 +19,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deltactl.core.errors import DeltactlError, NotFound, Unsupported
-from deltactl.vllm.canary import Canary, ask
-from deltactl.vllm.peers import Alone, Group, Peers
-from deltactl.vllm.serving import Serving
-from deltactl.vllm.work import ModelWork
+from deltactl.vllm.update.canary import Canary, ask
+from deltactl.vllm.update.model_weights import ModelWork
+from deltactl.vllm.update.peers import Alone, Group, Peers
+from deltactl.vllm.update.serving import Serving
 
 if TYPE_CHECKING:
     import torch
 
-    from deltactl.core.checkpoint import Checkpoint
+    from deltactl.checkpoint.checkpoint import Checkpoint
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Engine(WeightTransferEngine):  # type: ignore[misc]
             work.look()
 
     def _reload(self, names: tuple[str, ...], checkpoint: Checkpoint) -> None:
-        from deltactl.vllm.reload import reload_tensors
+        from deltactl.vllm.update.reload import reload_tensors
 
         reload_tensors(self.model, self.model_config, names, checkpoint)
 

@@ -21,9 +21,9 @@ from functools import partial
 from typing import Any
 
 import deltactl
-from deltactl.vllm.served import PROTOCOL
-from deltactl.vllm.serving import Serving
-from deltactl.vllm.sleeping import asleep
+from deltactl.vllm.update.served import PROTOCOL
+from deltactl.vllm.update.serving import Serving
+from deltactl.vllm.update.sleeping import asleep
 
 State = dict[str, Any]
 

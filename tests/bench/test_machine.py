@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.bench import machine
-from deltactl.core.checkpoint import open_checkpoint
+from deltactl.checkpoint.checkpoint import open_checkpoint
 from tests.support.checkpoints import random_tensor, write_hf_directory, write_safetensors
 
 

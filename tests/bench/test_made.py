@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from deltactl.bench.made import WEIGHTS, write_steps
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.stats import stats_pair
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.ops.stats import stats_pair
 from tests.support.checkpoints import read_tensors
 
 

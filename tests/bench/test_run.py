@@ -11,10 +11,10 @@ import pytest
 from deltactl.bench import catch_up, run
 from deltactl.bench.peers import NOT_INSTALLED, PEERS, TRL
 from deltactl.bench.run import bench
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.encoding import ENCODINGS
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.codec import ENCODINGS
 from deltactl.core.errors import DeltactlError, NotFound, UsageError
+from deltactl.ops.diff import diff
 from tests.support.checkpoints import changed, random_tensor, write_hf_directory
 
 

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from deltactl.bench.run import ROUNDS, bench
-from deltactl.cli import text
 from deltactl.cli.bench import bench_lines
-from deltactl.core.encoding import ENCODINGS
+from deltactl.cli.interface import text
+from deltactl.codec import ENCODINGS
 from tests.benchmarks.limits import (
     Kind,
     Row,

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from random import Random
 
-from deltactl.core.cadence import REPLAY_SECONDS, Adaptive, Cadence, Every, Run
+from deltactl.chain.anchor_policy import REPLAY_SECONDS, Adaptive, Cadence, Every, Run
 
 _BYTES_A_CHANGE = {"ulp": 1.23, "ulp_ctx": 0.85, "gap_delta": 4.0}  # as make_pair's pair gave
 

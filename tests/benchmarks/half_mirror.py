@@ -38,7 +38,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from deltactl.core.bits import Bits, Positions, mix64
+from deltactl.codec.bits import Bits, Positions, mix64
 from tests.benchmarks.half_scan import BLOCK, TIMED, costs
 
 RATES = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)

@@ -11,7 +11,7 @@
 
 #define BLOCK 1024
 
-/* As core.bits.mix64; a word is four elements. */
+/* As codec.bits.mix64; a word is four elements. */
 static inline uint64_t mix64(uint64_t index, uint64_t word) {
     uint64_t z = index * 0x9E3779B97F4A7C15u + word;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;

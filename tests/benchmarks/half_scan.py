@@ -27,12 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltactl.core.bits import Bits
+from deltactl.codec.bits import Bits
 from deltactl.core.digest import hasher
-from deltactl.core.parallel import cores
-from deltactl.trainer.capture import Capturer
-from deltactl.trainer.live import CHUNK, live_tensors
-from deltactl.trainer.mirror import DISK, MEMORY, Mirror
+from deltactl.files.parallel import cores
+from deltactl.trainer.capture.capture import Capturer
+from deltactl.trainer.capture.mirror import DISK, MEMORY, Mirror
+from deltactl.trainer.model.tensors import CHUNK, live_tensors
 
 TIMED = ("AdamW, 1e-06", "drawn anew")
 IN_MEMORY, ON_DISK = "mirror in memory", "mirror on disk"

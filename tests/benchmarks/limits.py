@@ -10,9 +10,9 @@ from typing import Any
 
 from deltactl.bench.made import write_steps
 from deltactl.bench.peers import TRL
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.encoding import ENCODINGS
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.codec import ENCODINGS
+from deltactl.ops.diff import diff
 from tests.benchmarks.measure import anonymous_peak
 
 GIGA = 1e9
@@ -129,26 +129,26 @@ def kind_rows(found: list[Kind]) -> list[Row]:
 _MEMORY = {
     "diff": """
 import sys; from pathlib import Path
-from deltactl.core.checkpoint import open_checkpoint; from deltactl.core.diff import diff
+from deltactl.checkpoint.checkpoint import open_checkpoint; from deltactl.ops.diff import diff
 a, b, scratch = map(Path, sys.argv[1:])
 diff(open_checkpoint(a), open_checkpoint(b), scratch / "delta.safetensors")
 """,
     "apply": """
 import sys; from pathlib import Path
-from deltactl.core.apply import apply_delta
+from deltactl.ops.apply import apply_delta
 a, b, scratch = map(Path, sys.argv[1:])
 apply_delta(scratch / "delta.safetensors", a, scratch / "applied")
 """,
     "push": """
 import os, sys; from pathlib import Path
-from deltactl.bucket import open_bucket; from deltactl.core.publish import push
+from deltactl.bucket import open_bucket; from deltactl.ops.push import push
 a, b, scratch = map(Path, sys.argv[1:])
 os.environ["DELTACTL_CACHE"] = str(scratch / "cache")
 push(a, open_bucket(str(scratch / "bucket"))); push(b, open_bucket(str(scratch / "bucket")))
 """,
     "pull": """
 import sys; from pathlib import Path
-from deltactl.bucket import open_bucket; from deltactl.core.pull import pull
+from deltactl.bucket import open_bucket; from deltactl.ops.pull import pull
 a, b, scratch = map(Path, sys.argv[1:])
 pull(open_bucket(str(scratch / "bucket")), scratch / "pulled")
 """,

@@ -21,7 +21,7 @@ from statistics import mean
 
 import torch
 
-from deltactl.trainer import tiny
+from deltactl.demo import tiny_model
 
 _LINE = 32  # bf16 elements of a cache line
 
@@ -87,22 +87,22 @@ def _score(named: torch.Tensor, truth: torch.Tensor) -> Score:
 
 def measure(steps: int, lr: float, warm: int) -> dict[str, list[Score]]:
     """Scores by way of predicting, one for each of ``steps`` steps after ``warm`` at ``lr``."""
-    text = tiny._text(0)
-    tokenizer = tiny._tokenizer(text)
+    text = tiny_model._text(0)
+    tokenizer = tiny_model._tokenizer(text)
     tokens = torch.tensor(tokenizer.backend_tokenizer.encode(text).ids)
-    model = tiny._model(tokenizer, tied=False, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=tiny.PRETRAIN_LR, weight_decay=0.01)
+    model = tiny_model._model(tokenizer, tied=False, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=tiny_model.PRETRAIN_LR, weight_decay=0.01)
     draw = torch.Generator().manual_seed(0)
-    for _ in range(tiny.PRETRAIN_STEPS):
-        tiny._update(model, optimizer, tiny._batch(tokens, draw))
+    for _ in range(tiny_model.PRETRAIN_STEPS):
+        tiny_model._update(model, optimizer, tiny_model._batch(tokens, draw))
     optimizer.param_groups[0]["lr"] = lr
     for _ in range(warm):
-        tiny._update(model, optimizer, tiny._batch(tokens, draw))
+        tiny_model._update(model, optimizer, tiny_model._batch(tokens, draw))
     group = _Group(lr, 0.01, 0.9, 0.999, 1e-8)
     found: dict[str, list[Score]] = {"moments": [], "bound": [], "gradient": []}
     parameters = list(model.parameters())
     for _ in range(steps):
-        loss = model(input_ids=(batch := tiny._batch(tokens, draw)), labels=batch).loss
+        loss = model(input_ids=(batch := tiny_model._batch(tokens, draw)), labels=batch).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--lr", type=float, nargs="*", default=[1e-7, 1e-6, 3e-6])
     options = parser.parse_args(arguments)
     print(f"{'lr':>8} {'way':10} {'precision':>9} {'recall':>7} {'named':>7} {'lines':>6}")
-    with tiny.one_thread():
+    with tiny_model.one_thread():
         for lr in options.lr:
             for way, scores in measure(options.steps, lr, options.warm).items():
                 print(

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from deltactl.bucket import open_bucket
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.publish import push
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.ops.diff import diff
+from deltactl.ops.push import push
 from deltactl.server.apply import apply_to_servers
 from tests.support.vllm_models import MODELS, write_model
 from tests.support.vllm_native import plugin

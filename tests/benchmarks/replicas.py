@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from deltactl.bucket import open_bucket
-from deltactl.core.publish import push
-from deltactl.core.store import Bucket
+from deltactl.chain.store import Bucket
+from deltactl.ops.push import push
 from deltactl.server.apply import apply_to_servers
 from tests.benchmarks.pause import change
 from tests.support.vllm_models import MODELS, write_model

@@ -14,9 +14,9 @@ import time
 import torch
 
 from deltactl.core import native
-from deltactl.vllm.regions import MappedTensor, Region, TensorSpec, region
-from deltactl.vllm.totals import owned_sums, rest_sum
-from deltactl.vllm.weight_map import Storage, WeightMap
+from deltactl.vllm.layout.regions import MappedTensor, Region, TensorSpec, region
+from deltactl.vllm.layout.weight_map import Storage, WeightMap
+from deltactl.vllm.staging.totals import owned_sums, rest_sum
 
 _COLUMNS = 4096
 

@@ -30,12 +30,12 @@ import boto3
 import pytest
 
 from deltactl.bucket import open_bucket
+from deltactl.chain.store import Bucket
+from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError, Malformed
-from deltactl.core.parallel import Meter
 from deltactl.core.progress import silent
-from deltactl.core.store import Bucket
-from deltactl.core.transfer import Tally, Wanted, transfer
+from deltactl.files.parallel import Meter
 from tests.support.s3_server import BUCKET, S3Server, run_s3_server, use_s3
 
 _MEGA = 1_000_000

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket import open_bucket
-from deltactl.core.store import Bucket
+from deltactl.chain.store import Bucket
 from tests.support.azure_server import AzureServer
 from tests.support.hub import HubStandIn
 from tests.support.hub.environment import for_one_test, stand_in

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 
-from deltactl.core.anchor import INDEX
-from deltactl.core.chain import delta_directory, read_chain
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.clean import CleanReport, clean_bucket
-from deltactl.core.delta_index import part_name
+from deltactl.chain.chain import delta_directory, read_chain
+from deltactl.chain.store import Bucket
+from deltactl.chain.transfer.snapshot import Snapshot, take_snapshot
+from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import Conflict, NotAllowed, Unsupported
 from deltactl.core.progress import silent
-from deltactl.core.publish import push
-from deltactl.core.snapshot import Snapshot, take_snapshot
-from deltactl.core.store import Bucket, Unfinished
-from deltactl.core.verify import verify_bucket
-from deltactl.trainer.put import put_anchor, put_index
+from deltactl.files.temporary import Unfinished
+from deltactl.format.anchor import INDEX
+from deltactl.format.delta_index import part_name
+from deltactl.ops.clean import CleanReport, clean_bucket
+from deltactl.ops.push import push
+from deltactl.ops.verify import verify_bucket
+from deltactl.trainer.upload.put import put_anchor, put_index
 from tests.bucket.conftest import OpenBucket
 from tests.support.chains import states, write_steps
 from tests.support.checkpoints import write_safetensors

@@ -1,4 +1,4 @@
-"""What the protocol promises (core/store.py), of every kind of bucket."""
+"""What the protocol promises (chain/store.py), of every kind of bucket."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from threading import Barrier
 import pytest
 
 from deltactl.bucket import open_bucket
+from deltactl.chain.store import Bucket, Object
 from deltactl.core.errors import NotFound, UsageError
-from deltactl.core.store import Bucket, Object
 from tests.bucket.conftest import OpenBucket
 
 NAMES = [

@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from deltactl.bucket import hub_calls, open_bucket, retrying, stores
+from deltactl.bucket import open_bucket, retrying
+from deltactl.bucket.cloud import stores
+from deltactl.bucket.hub import calls
 from deltactl.bucket.timeouts import Timeouts
 from deltactl.cli.app import app
-from deltactl.core.publish import push
-from deltactl.core.verify import verify_bucket
+from deltactl.ops.push import push
+from deltactl.ops.verify import verify_bucket
 from tests.support import fault_proxy as faults
 from tests.support.checkpoints import (
     changed,
@@ -122,7 +124,7 @@ HUB: dict[str, dict[str, Any]] = {
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short timeouts, and hardly a pause between tries: their length is tested elsewhere."""
     monkeypatch.setattr(retrying, "_FIRST_WAIT", 0.01)
-    monkeypatch.setattr(hub_calls, "TIMEOUT", 1.0)
+    monkeypatch.setattr(calls, "TIMEOUT", 1.0)
     short = Timeouts(connect=1.0, read=1.0, whole=10.0)
     monkeypatch.setattr(stores.open_objects, "__defaults__", (None, None, short))
 

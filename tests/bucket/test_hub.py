@@ -18,10 +18,12 @@ import pytest
 from huggingface_hub import errors as theirs
 from huggingface_hub import get_session
 
-from deltactl.bucket import hub_calls, open_bucket
-from deltactl.bucket.hub import HubBucket
-from deltactl.bucket.hub_errors import of_xet, plain, retry_after
-from deltactl.core.chain import read_chain
+from deltactl.bucket import open_bucket
+from deltactl.bucket.hub import calls
+from deltactl.bucket.hub.bucket import HubBucket
+from deltactl.bucket.hub.errors import of_xet, plain, retry_after
+from deltactl.chain.chain import read_chain
+from deltactl.chain.store import Object
 from deltactl.core.errors import (
     DeltactlError,
     Malformed,
@@ -30,10 +32,9 @@ from deltactl.core.errors import (
     Transient,
     UsageError,
 )
-from deltactl.core.publish import push
-from deltactl.core.pull import pull
-from deltactl.core.store import Object
-from deltactl.core.verify import verify_bucket
+from deltactl.ops.pull import pull
+from deltactl.ops.push import push
+from deltactl.ops.verify import verify_bucket
 from tests.support.chains import holds, push_all, states, write_steps
 from tests.support.hub import HubStandIn
 from tests.support.hub.routes import Entry
@@ -342,7 +343,7 @@ def test_a_connection_that_ends_or_goes_silent(
     hub.fail(route, **{how: True})
     with monkeypatch.context() as patch:
         if how == "hang":
-            patch.setattr(hub_calls, "TIMEOUT", 0.2)
+            patch.setattr(calls, "TIMEOUT", 0.2)
         error = fails(full, operation, source, target, Transient)
     if how == "hang" and (operation, route) in HUB_ROUTES:
         assert error.what == "no answer in time"
@@ -730,7 +731,7 @@ def batch_error() -> theirs.BucketBatchError:
 def test_every_error_of_theirs_is_one_of_ours(
     hub: HubStandIn, error: Exception, kind: type[DeltactlError]
 ) -> None:
-    with pytest.raises(DeltactlError) as caught, hub_calls.calls("a/b", "the file"):
+    with pytest.raises(DeltactlError) as caught, calls.calls("a/b", "the file"):
         raise error
     assert type(caught.value) is kind
     assert caught.value.file in ("the file", "hf://buckets/a/b")
@@ -738,11 +739,11 @@ def test_every_error_of_theirs_is_one_of_ours(
 
 
 def test_a_full_disk_is_an_error_of_the_system(hub: HubStandIn) -> None:
-    with pytest.raises(OSError, match="No space left") as caught, hub_calls.calls("a/b", "file"):
+    with pytest.raises(OSError, match="No space left") as caught, calls.calls("a/b", "file"):
         raise OSError("I/O error: No space left on device (os error 28)")
     assert caught.value.errno == errno.ENOSPC
     assert isinstance(of_xet(RuntimeError("reset (os error 104)"), "a/b"), ConnectionError)
-    with pytest.raises(OSError, match="Errno 5"), hub_calls.calls("a/b", "file"):
+    with pytest.raises(OSError, match="Errno 5"), calls.calls("a/b", "file"):
         raise OSError(errno.EIO, "Input/output error")
 
 
@@ -775,7 +776,7 @@ def test_a_client_that_was_closed_meanwhile_is_bounded_anew(
 @pytest.mark.parametrize(("theirs", "attempts"), [(None, 2), ("7", 7)])
 def test_the_settings_of_xet(theirs: str | None, attempts: int) -> None:
     code = (
-        "from deltactl.bucket import hub_calls\n"
+        "from deltactl.bucket.hub import calls\n"
         "from hf_xet import XetConfig\n"
         "config = XetConfig()\n"
         f"assert config.get('client.retry_max_attempts') == {attempts}\n"

@@ -10,13 +10,14 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from deltactl.bucket import open_bucket, pages, retrying
-from deltactl.bucket.stores import open_objects
+from deltactl.bucket import open_bucket, retrying
+from deltactl.bucket.cloud import pages
+from deltactl.bucket.cloud.stores import open_objects
 from deltactl.bucket.timeouts import Timeouts
-from deltactl.core.chain import read_chain
+from deltactl.chain.chain import read_chain
+from deltactl.chain.store import Object
 from deltactl.core.errors import Malformed, NotAllowed, Transient
-from deltactl.core.publish import push
-from deltactl.core.store import Object
+from deltactl.ops.push import push
 from tests.support.azure_server import AzureServer
 from tests.support.chains import states, write_steps
 from tests.support.fault_proxy import FaultProxy, Reply, status

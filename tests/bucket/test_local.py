@@ -16,7 +16,7 @@ import pytest
 from deltactl.bucket import local, open_bucket
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import NotAllowed, NotFound, Transient, UsageError
-from tests.core.conftest import unprivileged
+from tests.support.fixtures import unprivileged
 
 __all__ = ["unprivileged"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from deltactl.bucket import open_bucket
-from deltactl.bucket.objects import PART_BYTES, SINGLE_BYTES, ObjectBucket
-from deltactl.bucket.stores import azure_settings, open_objects, parse
+from deltactl.bucket.cloud.objects import PART_BYTES, SINGLE_BYTES, ObjectBucket
+from deltactl.bucket.cloud.stores import azure_settings, open_objects, parse
 from deltactl.bucket.throttle import Throttle
 from deltactl.bucket.timeouts import Timeouts
 from deltactl.core.errors import (

@@ -10,12 +10,12 @@ from threading import Barrier
 import numpy as np
 import pytest
 
-from deltactl.bucket.objects import SINGLE_BYTES
-from deltactl.core.chain import read_chain
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.identity import state_of
-from deltactl.core.store import Bucket
-from deltactl.core.verify import verify_bucket
+from deltactl.bucket.cloud.objects import SINGLE_BYTES
+from deltactl.chain.chain import read_chain
+from deltactl.chain.store import Bucket
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.checkpoint.state import state_of
+from deltactl.ops.verify import verify_bucket
 from tests.bucket.conftest import KINDS, OpenBucket
 from tests.support.checkpoints import write_safetensors
 from tests.support.pushers import CONFLICT, WRITTEN, Turn, race

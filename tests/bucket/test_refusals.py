@@ -11,11 +11,11 @@ from botocore import auth
 from obstore.exceptions import GenericError
 
 from deltactl.bucket import open_bucket
-from deltactl.bucket.objects import SINGLE_BYTES, ObjectBucket
-from deltactl.bucket.obstore_errors import translated
-from deltactl.bucket.refusals import Place
+from deltactl.bucket.cloud.objects import SINGLE_BYTES, ObjectBucket
+from deltactl.bucket.cloud.obstore_errors import translated
+from deltactl.bucket.cloud.refusals import Place
+from deltactl.bucket.cloud.stores import open_objects
 from deltactl.bucket.said import said
-from deltactl.bucket.stores import open_objects
 from deltactl.core.errors import (
     DeltactlError,
     Malformed,

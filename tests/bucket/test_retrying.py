@@ -12,8 +12,8 @@ import pytest
 from deltactl.bucket import _remote, open_bucket
 from deltactl.bucket.local import LocalBucket
 from deltactl.bucket.retrying import RetryingBucket, eager
+from deltactl.chain.store import Object
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotAllowed, NotFound, Transient
-from deltactl.core.store import Object
 
 CONTENT = Random(1).randbytes(9_000_000)
 

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 import pytest
 
-from deltactl.bucket.objects import SINGLE_BYTES
-from deltactl.bucket.stores import open_objects
+from deltactl.bucket.cloud.objects import SINGLE_BYTES
+from deltactl.bucket.cloud.stores import open_objects
 from deltactl.core.errors import NotAllowed, Transient
 from tests.support.azure_server import ACCOUNT, KEY, AzureServer
 from tests.support.fault_proxy import FaultProxy, Reply, lose_reply, refuse, status

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from deltactl.bucket import open_bucket
-from deltactl.bucket.objects import SINGLE_BYTES
-from deltactl.core.chain import delta_name
-from deltactl.core.clean import clean_bucket
+from deltactl.bucket.cloud.objects import SINGLE_BYTES
+from deltactl.chain.chain import delta_name
+from deltactl.chain.store import Bucket
 from deltactl.core.errors import Malformed, NotAllowed, Unsupported
-from deltactl.core.publish import push
-from deltactl.core.store import Bucket
+from deltactl.ops.clean import clean_bucket
+from deltactl.ops.push import push
 from tests.support.azure_server import AzureServer
 from tests.support.chains import states, write_steps
 from tests.support.fault_proxy import FaultProxy, status
@@ -31,7 +31,7 @@ PART = "deltas/step_000002/delta-00001-of-00002.safetensors"
 """A name of step 2 that nothing has, as if a first try at it had died."""
 
 PUT = (
-    "import sys; from pathlib import Path; from deltactl.bucket.stores import open_objects; "
+    "import sys; from pathlib import Path; from deltactl.bucket.cloud.stores import open_objects; "
     "open_objects(sys.argv[1]).put(sys.argv[2], Path(sys.argv[3]))"
 )
 

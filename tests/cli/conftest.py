@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from deltactl.cli.app import app
-from tests.core.conftest import unprivileged
 from tests.support.checkpoints import changed, random_tensor, write_hf_directory
+from tests.support.fixtures import unprivileged
 
 __all__ = ["unprivileged"]
 

@@ -12,7 +12,7 @@ import pytest
 from deltactl.bench import catch_up, run
 from deltactl.bench.peers import PEERS
 from deltactl.cli import bench as verb
-from deltactl.core.encoding import ENCODINGS
+from deltactl.codec import ENCODINGS
 from tests.cli.conftest import Checkpoints, Cli
 
 

@@ -118,7 +118,7 @@ def test_missing_library_is_named_with_the_way_to_get_it(
 def test_one_wrong_bit_in_what_was_pulled_is_found(
     monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:
-    from deltactl.core import pull
+    from deltactl.ops import pull
 
     sound = pull.pull
 
@@ -137,8 +137,8 @@ def test_one_wrong_bit_in_what_was_pulled_is_found(
 
 
 def test_fault_in_the_chain_is_found(monkeypatch: pytest.MonkeyPatch, capfd: Captured) -> None:
-    from deltactl.core import verify
     from deltactl.core.errors import Malformed
+    from deltactl.ops import verify
 
     sound = verify.verify_bucket
 

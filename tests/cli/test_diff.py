@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deltactl.core.delta import open_delta
-from deltactl.core.encoding import ENCODINGS
+from deltactl.codec import ENCODINGS
+from deltactl.format.delta import open_delta
 from tests.cli.conftest import Checkpoints, Cli
 from tests.support.checkpoints import random_tensor, write_safetensors
 

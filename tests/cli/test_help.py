@@ -13,15 +13,15 @@ import pytest
 import typer.main
 
 from deltactl import __version__
-from deltactl.cli import exits, options
+from deltactl.chain.anchor_policy import ANCHOR_EVERY
 from deltactl.cli.app import app
-from deltactl.cli.manual import Verb
-from deltactl.cli.options import EncodingName
+from deltactl.cli.interface import exits, options
+from deltactl.cli.interface.manual import Verb
+from deltactl.cli.interface.options import EncodingName
 from deltactl.cli.verify import Level
-from deltactl.core.advice import AUTO, BANDWIDTH
-from deltactl.core.cadence import ANCHOR_EVERY
-from deltactl.core.encoding import DEFAULT, ENCODINGS
-from deltactl.core.verify import LEVELS
+from deltactl.codec import DEFAULT, ENCODINGS
+from deltactl.ops.advice import AUTO, BANDWIDTH
+from deltactl.ops.verify import LEVELS
 from tests.cli.conftest import Cli
 
 GROUP: Any = typer.main.get_command(app)

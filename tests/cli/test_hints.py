@@ -12,9 +12,9 @@ import pytest
 
 import deltactl
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import delta_name
+from deltactl.chain.chain import delta_name
 from deltactl.core.errors import Conflict
-from deltactl.trainer.put import put_link
+from deltactl.trainer.upload.put import put_link
 from tests.cli.conftest import Checkpoints, Cli
 
 SOURCES = sorted(Path(deltactl.__file__).parent.rglob("*.py"))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.copy import copy_chain
-from deltactl.core.pull import pull
-from deltactl.core.verify import verify_bucket
+from deltactl.ops.copy import copy_chain
+from deltactl.ops.pull import pull
+from deltactl.ops.verify import verify_bucket
 from tests.support.chains import content, make_chain, states
 from tests.support.remote import RemoteBucket
 

@@ -1,5 +1,5 @@
 """``deltactl demo --loop``: what it refuses, and how it tells what came of it. The loop itself runs
-where there is a vLLM: tests/loop/real."""
+where there is a vLLM: tests/demo/real."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from deltactl.cli.app import app
 from deltactl.core.errors import Malformed
-from deltactl.loop import run as module
-from deltactl.loop.equality import Equality
-from deltactl.loop.run import Report, Row, Wish
+from deltactl.demo.loop import run as module
+from deltactl.demo.loop.equality import Equality
+from deltactl.demo.loop.run import Report, Row, Wish
 from deltactl.server.audit import Audited
 
 Captured = pytest.CaptureFixture[str]
@@ -190,7 +190,7 @@ def test_the_picture_is_drawn(loop: list[Wish], tmp_path: Path, capfd: Captured)
 def test_a_picture_without_matplotlib_is_refused_at_once(
     loop: list[Wish], monkeypatch: pytest.MonkeyPatch, capfd: Captured
 ) -> None:
-    monkeypatch.setattr("deltactl.loop.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("deltactl.demo.loop.plot.find_spec", lambda name: None)
     run("demo", "--loop", "--plot", "reward.png", status=1)
     assert "pip install 'deltactl[plot]'" in capfd.readouterr().err
     assert loop == []

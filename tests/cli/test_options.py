@@ -9,8 +9,8 @@ import pytest
 import typer
 
 import deltactl.bucket
-from deltactl.cli.options import rate
-from deltactl.core.store import Bucket
+from deltactl.chain.store import Bucket
+from deltactl.cli.interface.options import rate
 from tests.cli.conftest import Checkpoints, Cli
 
 RATES = {

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket import open_bucket
+from deltactl.chain.store import refuse_secret
 from deltactl.core.errors import UsageError
-from deltactl.core.store import refuse_secret
 from tests.cli.conftest import Checkpoints, Cli, Ran
 from tests.cli.test_help import VERBS
 

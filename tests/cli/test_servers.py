@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from deltactl.cli import exits
-from deltactl.cli.manual import Manual
+from deltactl.cli.interface import exits
+from deltactl.cli.interface.manual import Manual
 from tests.cli.conftest import COMMAND, Checkpoints, Cli
 from tests.cli.test_help import VERBS
 from tests.support.checkpoints import flip_bit

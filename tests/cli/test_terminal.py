@@ -11,7 +11,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from deltactl.cli.output import Output
+from deltactl.cli.interface.output import Output
 from deltactl.core.progress import silent
 from tests.cli.conftest import COMMAND, Checkpoints, Cli
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltactl.cli import text
+from deltactl.cli.interface import text
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from deltactl.core import bits, native
-from deltactl.core.bits import SplitSteps, changes_between, split_steps, take_split_steps, touch_sum
-from deltactl.core.encoding import integers
-from deltactl.core.encoding.classes import EXPONENTS, Classes
-from deltactl.core.encoding.ulp import gaps_of
+from deltactl.codec import bits, integers
+from deltactl.codec.bits import (
+    SplitSteps,
+    changes_between,
+    split_steps,
+    take_split_steps,
+    touch_sum,
+)
+from deltactl.codec.classes import EXPONENTS, Classes
+from deltactl.codec.ulp import gaps_of
+from deltactl.core import native
 from tests.support.adversarial import Bits, special_bits, unsigned
 from tests.support.checkpoints import BITS
 from tests.support.tools import REQUIRED, need_kernel

@@ -30,10 +30,10 @@ import numpy as np
 from blake3 import blake3
 
 from deltactl.bucket import open_bucket
-from deltactl.core.chain import delta_directory
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.publish import push
+from deltactl.chain.chain import delta_directory
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.ops.diff import diff
+from deltactl.ops.push import push
 from tests.support.checkpoints import (
     BITS,
     Spec,

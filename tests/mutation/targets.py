@@ -8,28 +8,30 @@ from pathlib import Path
 from tests.mutation.running import ROOT
 
 VERIFY = (
-    "tests/core/test_verify.py", "tests/core/test_every_key.py", "tests/core/test_several_files.py",
-    "tests/core/test_guards.py", "tests/test_trl_chains.py", "tests/test_bit_flips.py",
+    "tests/ops/test_verify.py", "tests/ops/test_every_key.py", "tests/format/test_several_files.py",
+    "tests/chain/test_guards.py", "tests/test_trl_chains.py", "tests/test_bit_flips.py",
 )  # fmt: skip
 PUBLISH = (
-    "tests/core/test_publish.py", "tests/core/test_admission.py", "tests/core/test_other_models.py",
+    "tests/ops/test_push.py", "tests/chain/test_admission.py", "tests/chain/test_other_models.py",
 )  # fmt: skip
 
 TARGETS: dict[str, tuple[str, ...]] = {
-    "deltactl/core/verify.py": VERIFY,
-    "deltactl/core/*_check.py": VERIFY,
-    "deltactl/core/apply.py": (
-        "tests/core/test_apply.py", "tests/core/test_in_memory.py", "tests/core/test_encoding.py",
+    "deltactl/ops/verify.py": VERIFY,
+    "deltactl/chain/check/*.py": VERIFY,
+    "deltactl/replay/check.py": VERIFY,
+    "deltactl/ops/apply.py": (
+        "tests/ops/test_apply.py", "tests/replay/test_in_memory.py", "tests/codec/test_encoding.py",
         "tests/cli/test_apply.py",
     ),
-    "deltactl/core/publish.py": PUBLISH,
-    "deltactl/core/admission.py": PUBLISH,
-    "deltactl/core/chain_model.py": PUBLISH,
-    "deltactl/core/encoding/*.py": (
-        "tests/core/test_encoding.py", "tests/core/test_classes.py", "tests/core/test_golomb.py",
-        "tests/core/test_grouping.py", "tests/core/test_ulp_ctx.py", "tests/test_golden.py",
+    "deltactl/ops/push.py": PUBLISH,
+    "deltactl/chain/admission.py": PUBLISH,
+    "deltactl/chain/model.py": PUBLISH,
+    "deltactl/codec/*.py": (
+        "tests/codec/test_bits.py", "tests/codec/test_encoding.py", "tests/codec/test_classes.py",
+        "tests/codec/test_golomb.py",
+        "tests/codec/test_grouping.py", "tests/codec/test_ulp_ctx.py", "tests/test_golden.py",
     ),
-    "deltactl/vllm/staging.py": ("tests/vllm/test_staging.py",),
+    "deltactl/vllm/staging/staging.py": ("tests/vllm/test_staging.py",),
     "deltactl/server/*.py": ("tests/server/test_*.py", "tests/cli/test_servers.py"),
 }  # fmt: skip
 """Patterns of files in the checkout, and of those with their tests."""

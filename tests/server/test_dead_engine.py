@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from deltactl.cli.exits import FAILED, code_of
-from deltactl.server import pulse
+from deltactl.cli.interface.exits import FAILED, code_of
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import audit_servers
 from deltactl.server.doctor import examine
+from deltactl.server.http import pulse
+from deltactl.server.http.wire import Busy, Dead, Lost, Unreachable, Wire
 from deltactl.server.reload import reload_servers
-from deltactl.server.wire import Busy, Dead, Lost, Unreachable, Wire
 from tests.server.conftest import QUICK, Start, Steps
 from tests.server.test_update import THE_WAY
 from tests.support.vllm_standin import StandIn

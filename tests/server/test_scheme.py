@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.core.errors import NotAllowed, UsageError
-from deltactl.server.wire import NoAnswer, Wire
+from deltactl.server.http.wire import NoAnswer, Wire
 from tests.server.conftest import Start
 from tests.support.tools import need
 

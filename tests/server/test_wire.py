@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from deltactl.core.errors import Malformed, NotAllowed, Transient, UsageError
-from deltactl.server.wire import Busy, NoAnswer, Refused, Unreachable, Wire, server_url
+from deltactl.server.http.wire import Busy, NoAnswer, Refused, Unreachable, Wire, server_url
 from tests.server.conftest import Start
 
 SECRET = "sk-hunter2"

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from deltactl.core.encoding import absolute
+from deltactl.codec import absolute
 from tests.support.checkpoints import BITS
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -95,7 +95,7 @@ def _positions(
 
 @contextmanager
 def small_blocks(size: int, chunk: int = 1 << 20) -> Iterator[None]:
-    """Make all of the core cut tensors into blocks of ``size`` elements.
+    """Make all of the library cut tensors into blocks of ``size`` elements.
 
     ``chunk``: indices that the absolute encodings look at together.
     """

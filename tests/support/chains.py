@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.diff import diff
-from deltactl.core.publish import PushReport, push
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.ops.diff import diff
+from deltactl.ops.push import PushReport, push
 from tests.support.checkpoints import (
     Spec,
     changed,

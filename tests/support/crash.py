@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core import files
-from deltactl.core.apply import apply_delta
-from deltactl.core.copy import copy_chain
-from deltactl.core.publish import push
-from deltactl.core.pull import pull
+from deltactl.files import atomic
+from deltactl.ops.apply import apply_delta
+from deltactl.ops.copy import copy_chain
+from deltactl.ops.pull import pull
+from deltactl.ops.push import push
 from tests.support.remote import RemoteBucket
 
 KILLED = 77
@@ -102,13 +102,13 @@ def _die_before(number: int, report: int) -> None:
     os.fsync = lambda _: None  # the machine does not fail, only the process
     for name in _CALLS:
         setattr(os, name, dying(name, getattr(os, name)))
-    files._renameat2 = dying("renameat2", files._renameat2)
+    atomic._renameat2 = dying("renameat2", atomic._renameat2)
 
 
 def _one(request: dict[str, Any], place: Path, number: int, report: int) -> int:
     """In a forked process."""
     if request.get("fallback"):
-        files._renameat2 = lambda *_: False
+        atomic._renameat2 = lambda *_: False
     _die_before(number, report)
     VERBS[request["verb"]](place)
     return 0

@@ -21,9 +21,9 @@ from unittest import mock
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import DeltactlError
-from deltactl.core.parallel import cores
-from deltactl.core.pull import PullReport, pull
-from deltactl.core.verify import VerifyReport, verify_bucket
+from deltactl.files.parallel import cores
+from deltactl.ops.pull import PullReport, pull
+from deltactl.ops.verify import VerifyReport, verify_bucket
 from tests.support.checkpoints import Spec, read_tensors
 
 
@@ -72,9 +72,9 @@ def _no_sync(descriptor: int) -> None:
 def done_at_once() -> Iterator[None]:
     """No threads, and no waiting for the disk."""
     with (
-        mock.patch("deltactl.core.crew.Thread", _ThreadAtOnce),
-        mock.patch("deltactl.core.parallel.ThreadPoolExecutor", _AtOnce),
-        mock.patch("deltactl.core.parallel.cores", _one),
+        mock.patch("deltactl.core.threads.Thread", _ThreadAtOnce),
+        mock.patch("deltactl.files.parallel.ThreadPoolExecutor", _AtOnce),
+        mock.patch("deltactl.files.parallel.cores", _one),
         mock.patch("os.fsync", _no_sync),
     ):
         yield

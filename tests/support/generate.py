@@ -12,9 +12,9 @@ import typer.main
 
 from deltactl import __version__
 from deltactl.cli.app import ENVIRONMENT, app
-from deltactl.cli.completion import SCRIPTS
-from deltactl.cli.exits import MEANINGS
-from deltactl.cli.manual import Verb
+from deltactl.cli.interface.completion import SCRIPTS
+from deltactl.cli.interface.exits import MEANINGS
+from deltactl.cli.interface.manual import Verb
 
 ROOT = Path(__file__).parents[2]
 DATE = "2025-12-01"

@@ -14,8 +14,8 @@ from typing import Any
 
 import deltactl.bucket
 from deltactl.bucket import open_bucket
+from deltactl.chain.store import Bucket
 from deltactl.cli.app import main
-from deltactl.core.store import Bucket
 from tests.support.remote import Fault, RemoteBucket
 
 

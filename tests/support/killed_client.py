@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.server import wire
 from deltactl.server.apply import apply_to_servers
+from deltactl.server.http import wire
 from deltactl.server.update import Options
 
 DIED = 77

@@ -23,7 +23,7 @@ import torch._dynamo  # which an optimizer would import, in every process for it
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.digest import TensorState, hasher, state_digest
-from deltactl.core.verify import verify_bucket
+from deltactl.ops.verify import verify_bucket
 from deltactl.trainer import Every, Publisher
 
 _LINKS = 4  # that a trainer at most gets confirmed before its time has come

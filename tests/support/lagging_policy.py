@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from deltactl.loop.game import LETTERS
+from deltactl.demo.game.game import LETTERS
 
 
 class LaggingPolicy:

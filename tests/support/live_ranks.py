@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltactl.vllm.ownership import owners
-from deltactl.vllm.regions import MappedTensor, Region, TensorSpec, region
-from deltactl.vllm.weight_map import Storage, WeightMap
+from deltactl.vllm.layout.ownership import owners
+from deltactl.vllm.layout.regions import MappedTensor, Region, TensorSpec, region
+from deltactl.vllm.layout.weight_map import Storage, WeightMap
 from tests.support.adversarial import unsigned
 from tests.support.checkpoints import Spec
 

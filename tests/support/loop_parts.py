@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from deltactl.core.errors import Conflict
-from deltactl.loop.processes import part, tell
+from deltactl.demo.loop.processes import part, tell
 
 
 def work(settings: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ from random import Random
 
 import numpy as np
 
-from deltactl.core.encoding import ENCODINGS
-from deltactl.core.encoding.base import BLOCK, Decoder, EncodedBlock, StoredPart, Target
-from deltactl.core.files import Spool
+from deltactl.codec import ENCODINGS
+from deltactl.codec.base import BLOCK, Decoder, EncodedBlock, StoredPart, Target
+from deltactl.files.atomic import Spool
 from tests.support.adversarial import Bits, width_of
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
-from deltactl.core.pull import pull
-from deltactl.core.store import Object
-from deltactl.core.verify import verify_bucket
+from deltactl.chain.chain import read_chain
+from deltactl.chain.store import Object
+from deltactl.ops.pull import pull
+from deltactl.ops.verify import verify_bucket
 from tests.support.checkpoints import read_tensors
 
 Bits = dict[str, tuple[str, bytes]]

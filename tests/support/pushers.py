@@ -13,7 +13,7 @@ from typing import Any
 
 from deltactl.bucket import open_bucket
 from deltactl.core.errors import Conflict
-from deltactl.core.publish import push
+from deltactl.ops.push import push
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import Conflict
-from deltactl.core.verify import verify_bucket
+from deltactl.ops.verify import verify_bucket
 from deltactl.trainer import Every, RanksPublisher
 from deltactl.trainer.ranks import group
-from deltactl.trainer.waiting import PATIENTLY
+from deltactl.trainer.upload.waiting import PATIENTLY
 from tests.support.page_reader import state_digest
 from tests.support.publishing import Bits, MoodyBucket, bits_of
 

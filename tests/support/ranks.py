@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from deltactl.vllm.contract import Values
-from deltactl.vllm.peers import added
+from deltactl.vllm.update.contract import Values
+from deltactl.vllm.update.peers import added
 
 T = TypeVar("T")
 R = TypeVar("R")

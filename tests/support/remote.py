@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltactl.bucket.local import LocalBucket
+from deltactl.chain.store import Object
 from deltactl.core.errors import DeltactlError, NotFound, Transient
-from deltactl.core.store import Object
 
 Fault = Callable[[str, int, bytes], bytes]
 """``fault(name, start, data)``: what a read gives in place of ``data``, or an error it raises."""

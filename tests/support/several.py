@@ -10,13 +10,13 @@ from pathlib import Path
 from blake3 import blake3
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import delta_directory
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.delta_index import DELTA_INDEX, delta_index, part_name
-from deltactl.core.diff import diff
+from deltactl.chain.chain import delta_directory
+from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.digest import TensorState
-from deltactl.core.publish import push
-from deltactl.core.safetensors_io import read_header
+from deltactl.files.safetensors import read_header
+from deltactl.format.delta_index import DELTA_INDEX, delta_index, part_name
+from deltactl.ops.diff import diff
+from deltactl.ops.push import push
 from tests.support.chains import write_steps
 from tests.support.checkpoints import Spec, write_safetensors
 

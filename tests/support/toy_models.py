@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from deltactl.vllm.regions import TensorSpec
+from deltactl.vllm.layout.regions import TensorSpec
 
 CODES = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3"}
 

@@ -29,7 +29,7 @@ def trained_chain_tied(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def _train(out: Path, *, tied: bool) -> list[Path]:
-    from deltactl.trainer.tiny import train
+    from deltactl.demo.tiny_model import train
 
     return [done.path for done in train(out, STEPS, tied=tied)]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from deltactl.bucket import open_bucket
-from deltactl.core.chain import delta_name, read_chain
-from deltactl.core.publish import push
+from deltactl.chain.chain import delta_name, read_chain
+from deltactl.ops.push import push
 from tests.support.checkpoints import Spec, read_tensors, write_safetensors
 from tests.support.vllm_models import write_model
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from deltactl.core.errors import DeltactlError, Transient
-from deltactl.vllm import live
+from deltactl.vllm.staging import live_weights
 from deltactl.vllm.worker import WorkerExtension
 
 
@@ -100,10 +100,10 @@ def _fail_once(work: Any, name: str) -> None:
 def _write_half(prepared: Any) -> bool:
     for patch in prepared.staged.patches._patches:
         half = len(patch.positions) // 2
-        live.scatter(patch.storage, patch.positions[:half], patch.new[:half])
+        live_weights.scatter(patch.storage, patch.positions[:half], patch.new[:half])
     raise MemoryError("made to fail half-way by a test")
 
 
 def _lose(replace: Callable[[], bool]) -> bool:
     replace()
-    raise DeltactlError(live.LOST)
+    raise DeltactlError(live_weights.LOST)

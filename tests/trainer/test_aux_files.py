@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deltactl.trainer.aux_files import collect
+from deltactl.trainer.upload.aux_files import collect
 
 
 @pytest.fixture

@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
+from deltactl.chain.chain import read_chain
 from deltactl.core.errors import NotAllowed
-from deltactl.core.pull import pull
+from deltactl.demo.tiny_model import quiet
+from deltactl.ops.pull import pull
 from deltactl.trainer import DeltaCallback, Every
-from deltactl.trainer.tiny import quiet
 from tests.support.publishing import Bits, MoodyBucket, assert_chain, bits_of
 
 
@@ -133,7 +133,7 @@ def test_a_training_that_raised_is_ended_by_the_next_one(
     with quiet():
         done = trainer(tmp_path / "out", trained_chain[0], 3, Breaks(), recorder, delta)
         with monkeypatch.context() as patch:
-            patch.setattr("deltactl.trainer.line.PENDING", 1)
+            patch.setattr("deltactl.trainer.upload.line.PENDING", 1)
             with pytest.raises(ZeroDivisionError):
                 done.train()
         first = recorder.bits[1]

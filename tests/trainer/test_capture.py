@@ -14,15 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltactl.core.bits import touch_sum
-from deltactl.core.encoding.base import BLOCK
+from deltactl.codec.base import BLOCK
+from deltactl.codec.bits import touch_sum
 from deltactl.core.errors import Unsupported, UsageError
-from deltactl.trainer import live as live_module
-from deltactl.trainer import staging as staging_module
-from deltactl.trainer.capture import Capture, Capturer
-from deltactl.trainer.live import Live, live_tensors
-from deltactl.trainer.mirror import Mirror
-from deltactl.trainer.staging import Staging
+from deltactl.trainer.capture import device as staging_module
+from deltactl.trainer.capture.capture import Capture, Capturer
+from deltactl.trainer.capture.device import Staging
+from deltactl.trainer.capture.mirror import Mirror
+from deltactl.trainer.model import tensors as live_module
+from deltactl.trainer.model.tensors import Live, live_tensors
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16, torch.int64, torch.uint8, torch.bool)
 
@@ -211,7 +211,7 @@ def test_an_error_on_the_way_leaves_the_mirror_as_it_was(
             yield chunk
 
     with monkeypatch.context() as patch:
-        patch.setattr("deltactl.trainer.capture.host_chunks", failing)
+        patch.setattr("deltactl.trainer.capture.capture.host_chunks", failing)
         with pytest.raises(MemoryError):
             take(capturer, tensors)
     assert content(mirror) == before

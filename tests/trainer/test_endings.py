@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
+from deltactl.chain.chain import read_chain
 from deltactl.core.errors import Conflict, NotAllowed
-from deltactl.core.verify import verify_bucket
+from deltactl.ops.verify import verify_bucket
 from deltactl.trainer import Publisher
 from tests.support.publishing import MoodyBucket, adamw, assert_chain, bits_of, small, update
 
@@ -31,7 +31,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 BEGINNING = """
 import sys, threading
 from pathlib import Path
-import deltactl.trainer.ending as ending
+import deltactl.trainer.upload.ending as ending
 from deltactl.trainer import Publisher
 from tests.support.publishing import MoodyBucket, adamw, small, update
 
@@ -137,7 +137,7 @@ def test_a_trainer_whose_training_raises(tmp_path: Path, trained_chain: list[Pat
 def test_a_training_that_raises_is_not_kept_by_a_bucket_that_hangs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltactl.trainer.ending.PATIENCE", 0.2)
+    monkeypatch.setattr("deltactl.trainer.upload.ending.PATIENCE", 0.2)
     bucket, gate, model = MoodyBucket(tmp_path / "bucket"), threading.Event(), small()
     bucket.before = lambda name: void(gate.wait(60)) if name.startswith("deltas") else None
     expected = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltactl.core.bits import Bits, take_steps
+from deltactl.codec.bits import Bits, take_steps
 from tests.benchmarks import half_mirror, half_scan
 from tests.benchmarks.half_mirror import BYTES, Case, Code, judge, ordered, sums_of
 from tests.benchmarks.half_scan import BLOCK, HalfMirror, compiled, costs

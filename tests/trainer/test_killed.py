@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
-from deltactl.core.verify import verify_bucket
+from deltactl.chain.chain import read_chain
+from deltactl.ops.verify import verify_bucket
 from tests.support.killed_trainer import kills
 
 

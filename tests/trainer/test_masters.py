@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltactl.core.encoding import ENCODINGS
+from deltactl.codec import ENCODINGS
 from deltactl.trainer import Publisher
 from tests.support.publishing import MoodyBucket, update
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3Config
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import UsageError
 from deltactl.trainer import Publisher
-from deltactl.trainer.names import Naming, unwrapped
+from deltactl.trainer.model.names import Naming, unwrapped
 from tests.support.publishing import adamw, assert_chain, bits_of, small, update
 
 

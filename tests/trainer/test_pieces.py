@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unsupported, UsageError
-from deltactl.core.safetensors_io import read_header
-from deltactl.trainer.mirror import Mirror
+from deltactl.files.safetensors import read_header
+from deltactl.trainer.capture.mirror import Mirror
 from deltactl.trainer.ranks.layout import Layout, Part, lay_out
 from deltactl.trainer.ranks.piece import Piece, _cut, whole_of
 from deltactl.trainer.ranks.shard import ShardFile, states_in

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
-from deltactl.core.delta import DeltaHeader
-from deltactl.core.encoding import ENCODINGS
+from deltactl.chain.chain import read_chain
+from deltactl.codec import ENCODINGS
 from deltactl.core.errors import Conflict, NotAllowed, Unsupported, UsageError
-from deltactl.core.header import Record
-from deltactl.core.pull import pull
+from deltactl.format.delta import DeltaHeader
+from deltactl.format.header import Record
+from deltactl.ops.pull import pull
 from deltactl.trainer import Every, Publisher
 from tests.support.checkpoints import flip_bit
 from tests.support.foreign import LFS
@@ -635,7 +635,7 @@ def test_the_files_of_a_directory_travel_with_anchors(tmp_path: Path, bucket: Mo
 
 @pytest.fixture
 def quick_tries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("deltactl.trainer.worker.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("deltactl.trainer.upload.worker.FIRST_WAIT", 0.001)
     return
 
 
@@ -713,7 +713,7 @@ def test_a_step_that_cannot_be_written_is_in_the_next_link(
         expected = train(publisher, model, optimizer, range(1, 3))
         publisher._await_encoding()
         with monkeypatch.context() as patch:
-            patch.setattr("deltactl.trainer.line.write_delta", raiser(OSError(28, "full")))
+            patch.setattr("deltactl.trainer.upload.line.write_delta", raiser(OSError(28, "full")))
             train(publisher, model, optimizer, range(3, 5))
             publisher._await_encoding()
             assert isinstance(publisher.error, OSError)
@@ -738,7 +738,7 @@ def test_the_last_step_is_tried_again_when_all_is_closed(
         expected = train(publisher, model, adamw(model), range(1, 3))
         publisher._await_encoding()
         with monkeypatch.context() as patch:
-            patch.setattr("deltactl.trainer.line.write_delta", raiser(OSError(28, "full")))
+            patch.setattr("deltactl.trainer.upload.line.write_delta", raiser(OSError(28, "full")))
             expected |= train(publisher, model, adamw(model), range(3, 4))
             publisher._await_encoding()
     assert_chain(bucket, expected, tmp_path)

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import read_chain
-from deltactl.core.pull import pull
-from deltactl.core.verify import verify_bucket
+from deltactl.chain.chain import read_chain
+from deltactl.ops.pull import pull
+from deltactl.ops.verify import verify_bucket
 from tests.support.publishing import assert_chain, rebuilt
 from tests.support.ranked import Ranks, noted
 

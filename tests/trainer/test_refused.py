@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import Unsupported
-from deltactl.core.verify import verify_bucket
+from deltactl.demo.tiny_model import quiet
+from deltactl.ops.verify import verify_bucket
 from deltactl.trainer import DeltaCallback, Publisher
-from deltactl.trainer.tiny import quiet
 from tests.support import sharded
 from tests.support.publishing import assert_chain, bits_of, small
 

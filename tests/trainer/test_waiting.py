@@ -10,8 +10,8 @@ import pytest
 
 from deltactl.core.errors import NotAllowed, Transient, UsageError
 from deltactl.trainer import Publisher
-from deltactl.trainer.waiting import AT_ONCE, Waiting
-from deltactl.trainer.worker import Worker
+from deltactl.trainer.upload.waiting import AT_ONCE, Waiting
+from deltactl.trainer.upload.worker import Worker
 from tests.support.publishing import MoodyBucket, assert_chain, bits_of, small
 
 
@@ -45,7 +45,7 @@ def test_it_says_how_long_again_and_again(
     busy: Worker, gate: threading.Event, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("deltactl.trainer.waiting._FIRST_WORD", 0.01)
+    monkeypatch.setattr("deltactl.trainer.upload.waiting._FIRST_WORD", 0.01)
     found: list[bool] = []
     training = threading.Thread(target=lambda: found.append(Waiting("wait").room(busy)))
     training.start()

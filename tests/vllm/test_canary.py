@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from deltactl.core.errors import DeltactlError, Unsupported
-from deltactl.vllm.canary import Answer, Canary, weights_sum
-from deltactl.vllm.layouts import RESTART
+from deltactl.vllm.layout.proven import RESTART
+from deltactl.vllm.update.canary import Answer, Canary, weights_sum
 from tests.support.ranks import thread_peers, together
 from tests.vllm.test_serving import Ranks, all_of, hex_of
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from deltactl.vllm import cores
+from deltactl.vllm.staging import cores
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="the platform binds no threads"

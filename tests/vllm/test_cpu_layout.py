@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from deltactl.vllm import cpu_layout
+from deltactl.vllm.layout import cpu_layout
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, CHOSEN = 7, 16, 8, 4, 2
 

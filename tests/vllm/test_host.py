@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import delta_name, read_chain
-from deltactl.core.checkpoint import Checkpoint
+from deltactl.chain.chain import delta_name, read_chain
+from deltactl.checkpoint.checkpoint import Checkpoint
+from deltactl.checkpoint.state import state_of
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, Unproven
-from deltactl.core.identity import state_of
-from deltactl.vllm import host
-from deltactl.vllm.host import checkpoint_at, open_links
+from deltactl.vllm.update import host
+from deltactl.vllm.update.host import checkpoint_at, open_links
 from tests.support.chains import AUX, content, make_chain, next_state, states
 from tests.support.checkpoints import flip_bit
 from tests.support.remote import RemoteBucket, dying, flipping

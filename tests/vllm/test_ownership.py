@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltactl.vllm.ownership import Summary, box, overlap, owners
-from deltactl.vllm.regions import Part
+from deltactl.vllm.layout.ownership import Summary, box, overlap, owners
+from deltactl.vllm.layout.regions import Part
 
 
 def run(first: int, end: int) -> Part:

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltactl.core.bits import touch_sum
+from deltactl.codec.bits import touch_sum
 from deltactl.core.errors import Conflict, DeltactlError, Transient
-from deltactl.vllm.contract import Identity, Tell, Values
-from deltactl.vllm.peers import Alone
-from deltactl.vllm.serving import Serving
+from deltactl.vllm.update.contract import Identity, Tell, Values
+from deltactl.vllm.update.peers import Alone
+from deltactl.vllm.update.serving import Serving
 from tests.support.ranks import thread_peers, together
 
 SIZE = 60

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltactl.vllm.sleeping import asleep
+from deltactl.vllm.update.sleeping import asleep
 
 MODULE = "vllm.device_allocator.cumem"
 

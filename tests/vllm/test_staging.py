@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.checkpoint.state import state_of
+from deltactl.codec import ENCODINGS
 from deltactl.core import native
-from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.delta import Delta, open_delta
-from deltactl.core.encoding import ENCODINGS
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unsupported
-from deltactl.core.identity import state_of
-from deltactl.vllm import live, stretches, totals
-from deltactl.vllm.staging import Staged, needs_base, stage, stage_full
+from deltactl.format.delta import Delta, open_delta
+from deltactl.vllm.staging import dense_regions, live_weights, totals
+from deltactl.vllm.staging.staging import Staged, needs_base, stage, stage_full
 from tests.support import lies
 from tests.support.adversarial import small_blocks, special_bits, unsigned
 from tests.support.chains import make_delta
@@ -530,7 +530,7 @@ def dying_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         half()
         raise Died
 
-    real_replace, real_region = native.Kernel.replace, live.write_region
+    real_replace, real_region = native.Kernel.replace, live_weights.write_region
 
     def replaced(kernel: native.Kernel, before: Any, after: Any) -> int:
         for row, other in zip(before, after, strict=True):
@@ -543,13 +543,13 @@ def dying_after(writes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return int(before[:, 3].sum())
 
     def region(storage: Any, region: Any, source: Any) -> None:
-        (part, *_) = stretches.pieces(region, max(1, region.count // 2))
+        (part, *_) = dense_regions.pieces(region, max(1, region.count // 2))
         count(
             lambda: real_region(storage, region, source), lambda: real_region(storage, part, source)
         )
 
     monkeypatch.setattr(native.Kernel, "replace", replaced)
-    monkeypatch.setattr(live, "write_region", region)
+    monkeypatch.setattr(live_weights, "write_region", region)
 
 
 def test_a_fault_at_every_write_is_taken_back(
@@ -668,14 +668,14 @@ def test_a_repair_from_files_that_are_written_to_meanwhile(
     broken = following(wanted, 1.0, 3)
     (rank,) = make_ranks(broken)
     with open_checkpoint(path) as checkpoint:
-        found, write = full(rank, checkpoint), live.write_region
+        found, write = full(rank, checkpoint), live_weights.write_region
 
         def write_as_the_file_changes(*arguments: Any) -> None:
             write(*arguments)
             flip_bit(path, path.stat().st_size - 1)
 
         with monkeypatch.context() as patch:
-            patch.setattr(live, "write_region", write_as_the_file_changes)
+            patch.setattr(live_weights, "write_region", write_as_the_file_changes)
             with pytest.raises(DeltactlError, match="did not read back"):
                 written(found)
         rank.load(broken)

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltactl.core.bits import touch_sum
-from deltactl.vllm.regions import MappedTensor, Region, TensorSpec, region
-from deltactl.vllm.totals import owned_sums, rest_sum
-from deltactl.vllm.weight_map import Storage, WeightMap
+from deltactl.codec.bits import touch_sum
+from deltactl.vllm.layout.regions import MappedTensor, Region, TensorSpec, region
+from deltactl.vllm.layout.weight_map import Storage, WeightMap
+from deltactl.vllm.staging.totals import owned_sums, rest_sum
 from tests.support.checkpoints import random_tensor
 from tests.support.live_ranks import GAP, make_ranks
 

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from deltactl.core.bits import touch_sum
-from deltactl.vllm import live, totals, weight_map
-from deltactl.vllm.ownership import owners
-from deltactl.vllm.regions import TensorSpec
-from deltactl.vllm.weight_map import WeightMap, record
+from deltactl.codec.bits import touch_sum
+from deltactl.vllm.layout import weight_map
+from deltactl.vllm.layout.ownership import owners
+from deltactl.vllm.layout.regions import TensorSpec
+from deltactl.vllm.layout.weight_map import WeightMap, record
+from deltactl.vllm.staging import live_weights, totals
 from tests.support.toy_models import (
     ToyModel,
     ToyShape,
@@ -115,14 +116,14 @@ def _patch(found: WeightMap, name: str, at: Any, old: Any, new: Any) -> int:
     mapped = found.tensors.get(name)
     for located in mapped.locate(at) if mapped else ():
         storage = found.storages[located.storage]
-        positions = live.positions_in(storage, located.positions)
-        one = live.Patch(
+        positions = live_weights.positions_in(storage, located.positions)
+        one = live_weights.Patch(
             storage,
             positions,
-            live.to_device(storage, old[located.chosen]),
-            live.to_device(storage, new[located.chosen]),
+            live_weights.to_device(storage, old[located.chosen]),
+            live_weights.to_device(storage, new[located.chosen]),
         )
-        patches = live.Patches([one])
+        patches = live_weights.Patches([one])
         assert patches.replace()
         assert patches.is_new()
         written += patches.elements
@@ -143,7 +144,7 @@ def _check_sums(maps: list[WeightMap], tensors: dict[str, Tensor]) -> None:
             expected = elements_of(tensors[name])
             out = expected ^ expected.dtype.type(1)
             for region in mapped.regions:
-                live.read_region(found.storages[region.storage], region, out)
+                live_weights.read_region(found.storages[region.storage], region, out)
             assert np.count_nonzero(out == expected) == len(_covered(mapped))
 
 
@@ -296,7 +297,7 @@ def test_what_only_moves_elements_is_mapped(case: str, inference: bool) -> None:
     assert len(mapped.regions) == count
     w = checkpoint(ToyShape(), 3)["attn.q.weight"][:4, :4].contiguous()
     for region in mapped.regions:
-        live.write_region(found.storages[region.storage], region, elements_of(w))
+        live_weights.write_region(found.storages[region.storage], region, elements_of(w))
     fresh = Loader(load)
     fresh.load_state_dict(model.state_dict())
     fresh.p.data.copy_(torch.full((4, 4), 3.0))

@@ -13,9 +13,9 @@ from torch import nn
 import deltactl
 from deltactl.core.errors import Unsupported
 from deltactl.vllm import WorkerExtension
-from deltactl.vllm.peers import Alone
-from deltactl.vllm.serving import Serving
-from deltactl.vllm.work import ModelWork
+from deltactl.vllm.update.model_weights import ModelWork
+from deltactl.vllm.update.peers import Alone
+from deltactl.vllm.update.serving import Serving
 
 KEYS = {
     "deltactl", "protocol", "rank", "world_size", "dtype", "model", "backend", "session", "call",

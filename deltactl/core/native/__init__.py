@@ -1,7 +1,7 @@
 """The compiled inner loops, where this installation has them.
 
 ``KERNEL`` is None where it was installed without a C compiler; then numpy does the same work in
-more passes over memory. Callers in core.bits and core.encoding choose; nobody else needs to know.
+more passes over memory. Callers in codec choose; nobody else needs to know.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
  * To touch a page of a mapped file that is not there any more raises SIGBUS, which ends the process
  * without a word. Here whoever maps a file says where; of a fault in there the handler maps zeros
  * over the rest of the file and takes a note, and the reader goes on, in whatever code it is, to
- * where the note is looked at (deltactl/core/mapped.py). A fault anywhere else is for whoever
+ * where the note is looked at (deltactl/files/mapped.py). A fault anywhere else is for whoever
  * handled the signal before us, as if we were not there.
  *
  * Plain C11 without Python's headers, called through ctypes. The handler runs on the thread that

@@ -1,7 +1,7 @@
 """The signal handler of guard.c, where this installation has it.
 
 ``GUARD`` is None where it was installed without a C compiler: then a mapped file that shrinks ends
-the process that touches what is gone. core.mapped is its only caller.
+the process that touches what is gone. files.mapped is its only caller.
 """
 
 from __future__ import annotations

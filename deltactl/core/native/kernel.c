@@ -1,6 +1,6 @@
 /* The inner loops over elements, where numpy would make one pass over memory for each operation.
  *
- * Each function does what the numpy code of the same purpose in deltactl/core does, bit for bit;
+ * Each function does what the numpy code of the same purpose in deltactl/codec does, bit for bit;
  * the tests run both. Plain C11 without Python's headers, called through ctypes, which lets go of
  * the interpreter lock. Elements are little-endian and need not be aligned. No function reads or
  * writes outside what its caller names by pointer and count; callers check counts and positions.

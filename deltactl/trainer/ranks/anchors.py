@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltactl.core.anchor import INDEX, AnchorFile, anchor_index
-from deltactl.core.cadence import Cadence, Run
-from deltactl.core.chain import anchor_directory
+from deltactl.chain.anchor_policy import Cadence, Run
+from deltactl.chain.chain import anchor_directory
+from deltactl.chain.store import Bucket
+from deltactl.chain.transfer.snapshot import described
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.errors import Malformed
-from deltactl.core.header import utf8
-from deltactl.core.safetensors_io import Header
-from deltactl.core.snapshot import described
-from deltactl.core.store import Bucket
-from deltactl.trainer.anchors import as_anchor, from_anchor, is_due, with_delta
-from deltactl.trainer.put import put_index, put_link
+from deltactl.files.safetensors import Header
+from deltactl.format.anchor import INDEX, AnchorFile, anchor_index
+from deltactl.format.header import utf8
 from deltactl.trainer.ranks.shard import Shard, ShardFile, states_in
 from deltactl.trainer.ranks.watch import Watch
 from deltactl.trainer.report import Publication
-from deltactl.trainer.worker import Worker
+from deltactl.trainer.upload.anchors import as_anchor, from_anchor, is_due, with_delta
+from deltactl.trainer.upload.put import put_index, put_link
+from deltactl.trainer.upload.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from deltactl.core.bits import Bits, Positions, elements, touch_sum
-from deltactl.core.encoding.base import BLOCK
+from deltactl.codec.base import BLOCK
+from deltactl.codec.bits import Bits, Positions, elements, touch_sum
 from deltactl.core.errors import Malformed, UsageError
-from deltactl.trainer.capture import Capture, Capturer, ChunkChange, TensorChange, match
-from deltactl.trainer.live import Live, live_tensors
-from deltactl.trainer.mirror import Mirror
+from deltactl.trainer.capture.capture import Capture, Capturer, ChunkChange, TensorChange, match
+from deltactl.trainer.capture.mirror import Mirror
+from deltactl.trainer.model.tensors import Live, live_tensors
 from deltactl.trainer.ranks.group import Group
 from deltactl.trainer.ranks.layout import Layout, Part, Placed
 from deltactl.trainer.ranks.piece import local_of, piece_of

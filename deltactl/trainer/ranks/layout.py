@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 
 from deltactl.core.errors import Unsupported, UsageError
-from deltactl.core.header import utf8
-from deltactl.core.safetensors_io import nbytes_of
+from deltactl.files.safetensors import nbytes_of
+from deltactl.format.header import utf8
 from deltactl.trainer.ranks.piece import Piece
 
 

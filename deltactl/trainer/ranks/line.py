@@ -8,19 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltactl.core.cadence import Cadence
-from deltactl.core.chain import delta_directory
-from deltactl.core.delta_index import DELTA_INDEX, delta_index, parse_delta_index, part_name
+from deltactl.chain.anchor_policy import Cadence
+from deltactl.chain.chain import delta_directory
+from deltactl.chain.store import Bucket
 from deltactl.core.digest import state_digest
-from deltactl.core.store import Bucket
-from deltactl.core.tensor_table import elements_of
-from deltactl.trainer.account import Account, Notify
-from deltactl.trainer.capture import Capture
-from deltactl.trainer.encode import States, write_delta
-from deltactl.trainer.line import PENDING
-from deltactl.trainer.masters import Masters
-from deltactl.trainer.mirror import Mirror
-from deltactl.trainer.put import put_index, put_link
+from deltactl.format.delta_index import DELTA_INDEX, delta_index, parse_delta_index, part_name
+from deltactl.format.tensor_table import elements_of
+from deltactl.trainer.capture.capture import Capture
+from deltactl.trainer.capture.encode import States, write_delta
+from deltactl.trainer.capture.mirror import Mirror
+from deltactl.trainer.model.masters import Masters
 from deltactl.trainer.ranks.anchors import Anchors, Loose, Shards
 from deltactl.trainer.ranks.capture import Sent, receive
 from deltactl.trainer.ranks.layout import Layout
@@ -28,8 +25,11 @@ from deltactl.trainer.ranks.resume import Begin
 from deltactl.trainer.ranks.shard import ShardFile
 from deltactl.trainer.ranks.watch import Watch
 from deltactl.trainer.report import Publication, log
-from deltactl.trainer.waiting import Waiting
-from deltactl.trainer.worker import Job, Worker
+from deltactl.trainer.upload.account import Account, Notify
+from deltactl.trainer.upload.line import PENDING
+from deltactl.trainer.upload.put import put_index, put_link
+from deltactl.trainer.upload.waiting import Waiting
+from deltactl.trainer.upload.worker import Job, Worker
 
 _LAST_LOOK = 10.0
 """Seconds that are left for what there is when other ranks are waited for no more."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from deltactl.core.bits import Bits, Positions
+from deltactl.codec.bits import Bits, Positions
 from deltactl.core.errors import Unsupported
 
 Ranges = tuple[tuple[int, int], ...]

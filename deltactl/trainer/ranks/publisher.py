@@ -14,26 +14,26 @@ from typing import Literal
 
 import torch
 
-from deltactl.core.cadence import Cadence, Every
-from deltactl.core.encoding import DEFAULT, encoding_named
-from deltactl.core.store import Bucket
-from deltactl.trainer.account import Notify
-from deltactl.trainer.aux_files import Files, collect
-from deltactl.trainer.gate import Gate
-from deltactl.trainer.live import check_not_empty, check_view
-from deltactl.trainer.masters import Masters
-from deltactl.trainer.mirror import MEMORY, Mirror
-from deltactl.trainer.names import Names, Naming, Tensors, unwrapped
-from deltactl.trainer.optimizers import Given
-from deltactl.trainer.put import check_writable, opened
+from deltactl.chain.anchor_policy import Cadence, Every
+from deltactl.chain.store import Bucket
+from deltactl.codec import DEFAULT, encoding_named
+from deltactl.trainer.capture.mirror import MEMORY, Mirror
+from deltactl.trainer.model.gate import Gate
+from deltactl.trainer.model.masters import Masters
+from deltactl.trainer.model.names import Names, Naming, Tensors, unwrapped
+from deltactl.trainer.model.optimizers import Given
+from deltactl.trainer.model.tensors import check_not_empty, check_view
 from deltactl.trainer.ranks.capture import Parts, describe
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import lay_out
 from deltactl.trainer.ranks.line import RankLine, Status, Taken
 from deltactl.trainer.ranks.resume import Begin, Plan, begin
-from deltactl.trainer.scratch import emptied, scratch_directory
-from deltactl.trainer.stepping import Stepping
-from deltactl.trainer.waiting import AT_ONCE, PATIENTLY, Waiting
+from deltactl.trainer.upload.account import Notify
+from deltactl.trainer.upload.aux_files import Files, collect
+from deltactl.trainer.upload.put import check_writable, opened
+from deltactl.trainer.upload.scratch import emptied, scratch_directory
+from deltactl.trainer.upload.stepping import Stepping
+from deltactl.trainer.upload.waiting import AT_ONCE, PATIENTLY, Waiting
 
 
 class RanksPublisher(Stepping[RankLine]):

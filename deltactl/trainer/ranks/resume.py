@@ -10,22 +10,22 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltactl.core.admission import Model
-from deltactl.core.bits import elements
-from deltactl.core.cadence import Every, Run
-from deltactl.core.chain import read_chain
-from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.chain.admission import Model
+from deltactl.chain.anchor_policy import Every, Run
+from deltactl.chain.chain import read_chain
+from deltactl.chain.next_step import Placement
+from deltactl.chain.store import Bucket
+from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.codec.bits import elements
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
-from deltactl.core.parallel import map_largest_first
-from deltactl.core.placement import Placement
-from deltactl.core.store import Bucket
-from deltactl.trainer.encode import States, digest_of
-from deltactl.trainer.mirror import Mirror
+from deltactl.files.parallel import map_largest_first
+from deltactl.trainer.capture.encode import States, digest_of
+from deltactl.trainer.capture.mirror import Mirror
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import Layout
 from deltactl.trainer.report import log
-from deltactl.trainer.resume import newest_step, rebuild, since_anchor, tip_model
+from deltactl.trainer.upload.resume import newest_step, rebuild, since_anchor, tip_model
 
 
 @dataclass(frozen=True, slots=True)

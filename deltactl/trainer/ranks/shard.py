@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltactl.core.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.delta import Delta, open_delta
+from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.digest import TensorState
 from deltactl.core.errors import Malformed
-from deltactl.core.files import atomic_file
-from deltactl.core.header import (
+from deltactl.files.atomic import atomic_file
+from deltactl.files.safetensors import Header
+from deltactl.format.delta import Delta, open_delta
+from deltactl.format.header import (
     HEADER_DIGEST,
     PLACEHOLDER,
     PREFIX,
@@ -25,8 +26,7 @@ from deltactl.core.header import (
     table_rows,
     table_text,
 )
-from deltactl.core.rebuild import check_tensors, write_file
-from deltactl.core.safetensors_io import Header
+from deltactl.replay.rebuild import check_tensors, write_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
+from deltactl.chain.store import Bucket
 from deltactl.core.errors import Conflict, Malformed, NotFound
-from deltactl.core.reading import parse_header_json
-from deltactl.core.safetensors_io import METADATA, Header, header_length, parse_header
-from deltactl.core.store import Bucket
+from deltactl.files.safetensors import METADATA, Header, header_length, parse_header
+from deltactl.files.untrusted import parse_header_json
 
 _GUESS = 1 << 16  # bytes of a header that are asked for at first
 _FIRST_WAIT = 0.02  # seconds until the next look; doubled from look to look

@@ -1,6 +1,6 @@
 """A stand-in of a vLLM server: its routes with their quirks over real weights in numpy arrays.
 
-What it does with a delta it does for real, decoded by deltactl.core from the bucket that the
+What it does with a delta it does for real, decoded by deltactl from the bucket that the
 client names, so that a wrong order of steps ends in wrong bits. What vLLM is known to do badly it
 does too: see vllm.py. Every request can be made to fail, before it is carried out or after; see
 faults.py.

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from deltactl.bucket import open_bucket
-from deltactl.core.bits import Bits, elements, touch_sum
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.delta import Delta, open_delta
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.codec.base import BLOCK
+from deltactl.codec.bits import Bits, elements, touch_sum
 from deltactl.core.digest import TensorState, hasher, state_digest
-from deltactl.core.encoding.base import BLOCK
 from deltactl.core.errors import Conflict, NotFound
-from deltactl.core.pull import pull
+from deltactl.format.delta import Delta, open_delta
+from deltactl.ops.pull import pull
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.core.chain import delta_name, read_chain
-from deltactl.core.publish import push
+from deltactl.chain.chain import delta_name, read_chain
+from deltactl.ops.push import push
 from tests.support.checkpoints import flip_bit, read_tensors
 from tests.support.fault_proxy import FaultProxy, refuse, status
 from tests.support.vllm_chain import (

@@ -16,9 +16,9 @@ import requests
 from typer.testing import CliRunner, Result
 
 from deltactl.cli.app import app
-from deltactl.server.routes import Server
+from deltactl.server.http.routes import Server
 from deltactl.server.state import Engine
-from deltactl.vllm.host import identify
+from deltactl.vllm.update.host import identify
 from tests.support.fault_proxy import FaultProxy, hang
 from tests.support.supervised import children_of
 from tests.support.vllm_chain import TIP, ModelChain, copy_chain, make_chain

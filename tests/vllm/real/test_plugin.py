@@ -14,7 +14,7 @@ from vllm.plugins import load_general_plugins
 before = set(sys.modules)
 load_general_plugins()
 new = {name for name in set(sys.modules) - before if name.startswith("deltactl")}
-assert new == {"deltactl", "deltactl.vllm", "deltactl.vllm.cpu_layout"}, new
+assert new == {"deltactl", "deltactl.vllm", "deltactl.vllm.layout.cpu_layout"}, new
 from deltactl.vllm import register
 
 register()  # vLLM may call it again

@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 from deltactl.bucket import open_bucket
-from deltactl.core.checkpoint import open_checkpoint
-from deltactl.core.publish import push
+from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.ops.push import push
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.report import Replica
 from deltactl.server.update import Options
-from deltactl.vllm import cpu_layout
-from deltactl.vllm.layouts import RESTART, unproven
-from deltactl.vllm.regions import TensorSpec
-from deltactl.vllm.reload import reload_tensors
-from deltactl.vllm.weight_map import record
+from deltactl.vllm.layout import cpu_layout
+from deltactl.vllm.layout.proven import RESTART, unproven
+from deltactl.vllm.layout.regions import TensorSpec
+from deltactl.vllm.layout.weight_map import record
+from deltactl.vllm.update.reload import reload_tensors
 from tests.support.checkpoints import read_tensors
 from tests.support.vllm_chain import write_like
 from tests.support.vllm_client import PROMPTS

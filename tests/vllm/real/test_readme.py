@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from deltactl.trainer.tiny import train
+from deltactl.demo.tiny_model import train
 from tests.support.s3_server import free_ports
 from tests.support.vllm_server import ROOT, started
 

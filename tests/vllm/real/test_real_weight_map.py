@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltactl.core.bits import touch_sum
-from deltactl.vllm import live, totals
-from deltactl.vllm.ownership import owners
-from deltactl.vllm.regions import TensorSpec
-from deltactl.vllm.weight_map import WeightMap, record
+from deltactl.codec.bits import touch_sum
+from deltactl.vllm.layout.ownership import owners
+from deltactl.vllm.layout.regions import TensorSpec
+from deltactl.vllm.layout.weight_map import WeightMap, record
+from deltactl.vllm.staging import live_weights, totals
 from tests.support.checkpoints import Spec, read_tensors, write_safetensors
 from tests.support.vllm_models import write_model
 
@@ -86,10 +86,10 @@ def patch(found: WeightMap, base: Path, patched: Path) -> int:
         at = np.flatnonzero(old[name] != new[name])
         for located in mapped.locate(at):
             storage, chosen = found.storages[located.storage], at[located.chosen]
-            sides = (live.to_device(storage, side[name][chosen]) for side in (old, new))
-            positions = live.positions_in(storage, located.positions)
-            patches.append(live.Patch(storage, positions, *sides))
-    made = live.Patches(patches)
+            sides = (live_weights.to_device(storage, side[name][chosen]) for side in (old, new))
+            positions = live_weights.positions_in(storage, located.positions)
+            patches.append(live_weights.Patch(storage, positions, *sides))
+    made = live_weights.Patches(patches)
     assert made.replace()
     assert made.is_new()
     return made.elements

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from deltactl.core.checkpoint import Checkpoint, open_checkpoint
+from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.errors import Conflict
-from deltactl.vllm.regions import TensorSpec
-from deltactl.vllm.reload import reload_tensors
-from deltactl.vllm.weight_map import record
+from deltactl.vllm.layout.regions import TensorSpec
+from deltactl.vllm.layout.weight_map import record
+from deltactl.vllm.update.reload import reload_tensors
 from tests.support.vllm_in_process import loaded
 from tests.support.vllm_models import write_model
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltactl.vllm.sleeping import asleep
+from deltactl.vllm.update.sleeping import asleep
 from tests.support.vllm_in_process import ENVIRONMENT
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

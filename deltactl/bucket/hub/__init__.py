@@ -1,0 +1,1 @@
+"""Buckets of the Hugging Face Hub."""

@@ -1,0 +1,388 @@
+"""A chain: the links in a bucket, in order, and the way from an anchor to a step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from shlex import quote
+
+from deltactl.chain.header_reader import HeaderReader
+from deltactl.chain.store import Bucket, Object
+from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
+from deltactl.core.threads import map_requests
+from deltactl.format.anchor import (
+    INDEX,
+    AnchorFile,
+    AnchorHeader,
+    parse_anchor,
+    parse_anchor_index,
+)
+from deltactl.format.delta_header import DeltaHeader, PartFile, parse_delta
+from deltactl.format.delta_index import DELTA_INDEX, parse_delta_index
+from deltactl.format.header import utf8
+from deltactl.format.link_names import LINK_NAME, is_in_directory
+from deltactl.format.link_names import anchor_directory as anchor_directory
+from deltactl.format.link_names import anchor_file_name as anchor_file_name
+from deltactl.format.link_names import delta_directory as delta_directory
+from deltactl.format.link_names import delta_name as delta_name
+from deltactl.format.metadata_check import check_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """An anchor or a delta in a bucket. ``name``: the object with its header; ``bytes``: of all its
+    objects. None: not known, in links that TRL wrote."""
+
+    step: int
+    kind: str
+    name: str
+    bytes: int
+    header: DeltaHeader | AnchorHeader
+    objects: tuple[Object, ...]
+
+    @property
+    def directory(self) -> str | None:
+        """What the names of its objects begin with, where it is a directory: "anchors/step_N/"."""
+        directory, slash, name = self.name.rpartition("/")
+        return directory + slash if name in (INDEX, DELTA_INDEX) else None
+
+    @property
+    def dialect(self) -> str:
+        return self.header.dialect
+
+    @property
+    def encoding(self) -> str | None:
+        return self.header.encoding if isinstance(self.header, DeltaHeader) else None
+
+    @property
+    def base_state(self) -> str | None:
+        return self.header.base_state if isinstance(self.header, DeltaHeader) else None
+
+    @property
+    def result_state(self) -> str | None:
+        return self.header.result_state
+
+    @property
+    def total_elements(self) -> int | None:
+        return self.header.total_elements
+
+    @property
+    def changed_elements(self) -> int | None:
+        """Elements whose bits the link changes; None for an anchor."""
+        return self.header.changed_elements if isinstance(self.header, DeltaHeader) else None
+
+    @property
+    def sparsity(self) -> float | None:
+        """Share of elements that keep their bits; None for an anchor, or where it is not known."""
+        return self.header.sparsity if isinstance(self.header, DeltaHeader) else None
+
+
+class Chain:
+    """The links of a bucket, in order of step, a step's delta before its anchor.
+
+    ``problems``: objects with a link's name that are none. ``bytes_read``, ``requests``: what it
+    took to read the headers; the bucket's listing is one request. ``unnamed``: objects in links'
+    directories that no index names, of links that were not finished and of tries before.
+    ``all_steps``: the steps that the bucket has objects for, sound or not. ``starts``: the anchors
+    that can be rebuilt from, by step; not those that contradict the deltas which lead to them.
+    """
+
+    def __init__(
+        self,
+        links: Iterable[Link],
+        problems: Iterable[DeltactlError] = (),
+        bytes_read: int = 0,
+        url: str = "",
+        requests: int = 0,
+        unnamed: Iterable[Object] = (),
+    ) -> None:
+        self.unnamed = tuple(unnamed)
+        self.links = tuple(sorted(links, key=lambda link: (link.step, link.kind == "anchor")))
+        self.problems = tuple(problems)
+        self.bytes_read = bytes_read
+        self.requests = requests
+        self.url = url
+        self.deltas = {link.step: link for link in self.links if link.kind == "delta"}
+        self.anchors = {link.step: link for link in self.links if link.kind == "anchor"}
+        self.steps = sorted({link.step for link in self.links})
+        faulty = {problem.step for problem in self.problems if problem.step is not None}
+        self.all_steps = sorted({*self.steps, *faulty})
+        self._states: dict[int, str | None] = {}
+        for step in self.steps:
+            self._states[step] = self._state(self.deltas.get(step), self.anchors.get(step))
+        self.starts = {
+            step: anchor
+            for step, anchor in self.anchors.items()
+            if anchor.result_state in (None, self._states[step])
+        }
+
+    def _state(self, delta: Link | None, anchor: Link | None) -> str | None:
+        """A step's state: where its links contradict each other, the delta's if that stands."""
+        if delta is not None and delta.result_state is not None and self.stands(delta):
+            return delta.result_state
+        return (anchor.result_state if anchor else None) or (delta.result_state if delta else None)
+
+    def links_at(self, step: int) -> list[Link]:
+        """The step's delta and anchor, as far as it has them."""
+        return [table[step] for table in (self.deltas, self.anchors) if step in table]
+
+    def state_at(self, step: int) -> str | None:
+        """The state that a step leads to; None where TRL's links do not say."""
+        return self._states.get(step)
+
+    def before(self, delta: Link) -> int | None:
+        """The step that a delta stands on: the one it names, else the nearest below it."""
+        if isinstance(delta.header, DeltaHeader) and delta.header.base_step is not None:
+            return delta.header.base_step
+        return self.below(delta.step)
+
+    def below(self, step: int) -> int | None:
+        """The nearest step below one. Its links may be faulty; then what stands on them stands on
+        nothing, and not on the next sound step."""
+        at = bisect_left(self.all_steps, step)
+        return self.all_steps[at - 1] if at else None
+
+    def stands(self, delta: Link) -> bool:
+        """Whether the step below a delta is there and is the state that the delta counts on."""
+        before = self.before(delta)
+        if before is None or before >= delta.step or not self.links_at(before):
+            return False
+        return delta.base_state is None or delta.base_state == self.state_at(before)
+
+    @cached_property
+    def tip(self) -> int | None:
+        """The newest step that can be rebuilt; None where there is none."""
+        good: set[int] = set()
+        for step in self.steps:
+            delta = self.deltas.get(step)
+            if step in self.starts or (
+                delta is not None and self.stands(delta) and self.before(delta) in good
+            ):
+                good.add(step)
+        return max(good, default=None)
+
+    def path(self, step: int) -> tuple[Link, list[Link]]:
+        """The newest anchor that leads to a step, and the deltas to apply to it in order.
+
+        Raises NotFound for a step that is not in the chain, Malformed where the way is broken.
+        """
+        deltas = self._deltas_down(step, self.starts)
+        start = self.before(deltas[0]) if deltas else step
+        assert start is not None
+        return self.starts[start], deltas
+
+    def path_from(self, have: int, step: int) -> list[Link]:
+        """The deltas from one step to a later one, in order. Raises as ``path``."""
+        return self._deltas_down(step, (have,))
+
+    def _deltas_down(self, step: int, ends: Container[int]) -> list[Link]:
+        if not self.links_at(step):
+            raise self._problem_at(step) or self._no_step(step)
+        deltas: list[Link] = []
+        at = step
+        while at not in ends:
+            delta = self.deltas.get(at)
+            if delta is None:
+                raise self._problem_at(at) or self._no_way(step, at)
+            before = self.before(delta)
+            if before is None or not self.stands(delta):
+                raise self._problem_at(before) or self._broken(delta)
+            deltas.append(delta)
+            at = before
+        return deltas[::-1]
+
+    def _problem_at(self, step: int | None) -> DeltactlError | None:
+        """What is wrong with the step's link, where there is one and it was left out for that."""
+        if step is None or self.links_at(step):
+            return None
+        return next((problem for problem in self.problems if problem.step == step), None)
+
+    def _no_step(self, step: int) -> NotFound:
+        have = f"steps {self.steps[0]} to {self.steps[-1]}" if self.steps else "no steps"
+        return NotFound(
+            "the chain has no such step",
+            file=self.url,
+            step=step,
+            found=have,
+            hint=f"deltactl log {quote(self.url)}",
+        )
+
+    def _no_way(self, step: int, at: int) -> Malformed:
+        what = "no unbroken run of deltas leads to the step"
+        return Malformed(what, file=self.url, step=step, found=f"no delta to step {at}")
+
+    def _broken(self, delta: Link) -> Malformed:
+        before = self.before(delta)
+        present = before is not None and self.links_at(before)
+        return Malformed(
+            "the chain is broken: what the delta stands on is not there",
+            file=delta.name,
+            step=delta.step,
+            expected=f"step {before} with state {delta.base_state}",
+            found=f"state {self.state_at(before)}" if before is not None and present else "no link",
+            hint=f"deltactl verify {quote(self.url)} --level links",
+        )
+
+
+def read_chain(bucket: Bucket) -> Chain:
+    """Read the headers of all links, many at once. Raises what the bucket raises.
+
+    What is wrong with single links is in ``problems``; they are left out of ``links``.
+    """
+    objects = [*bucket.list()]
+    candidates = _candidates(objects)
+    reader = HeaderReader(bucket)
+    found = map_requests(lambda c: _read_link(reader, *c), candidates, bucket.jobs)
+    kept: set[str] = set()  # all that lies beside an index which cannot be read, too
+    for candidate, outcome in zip(candidates, found, strict=True):
+        members = outcome.objects if isinstance(outcome, Link) else candidate[3]
+        kept.update(item.name for item in members)
+    unnamed = [o for o in objects if is_in_directory(o.name) and o.name not in kept]
+    links = [outcome for outcome in found if isinstance(outcome, Link)]
+    problems = [outcome for outcome in found if isinstance(outcome, DeltactlError)]
+    problems += _twice(links)
+    torn = _incomplete(links)
+    links = [link for link in links if link.name not in torn]
+    problems += torn.values()
+    return Chain(links, problems, reader.bytes_read, bucket.url, 1 + reader.requests, unnamed)
+
+
+def read_links(bucket: Bucket, names: Sequence[str]) -> list[Link]:
+    """The links whose headers are in these objects, in the order given, and no others read.
+
+    Raises NotFound for a name that no link has, what is wrong with a link, what the bucket raises.
+    """
+    candidates = {candidate[2]: candidate for candidate in _candidates(bucket.list())}
+    for name in names:
+        if name not in candidates:
+            hint = f"deltactl log {quote(bucket.url)}"
+            raise NotFound("the bucket has no such link", file=name, found=bucket.url, hint=hint)
+    reader = HeaderReader(bucket)
+    found = map_requests(lambda name: _read_link(reader, *candidates[name]), names, bucket.jobs)
+    links = []
+    for outcome in found:
+        if isinstance(outcome, DeltactlError):
+            raise outcome
+        links.append(outcome)
+    return links
+
+
+_Candidate = tuple[str, int, str, tuple[Object, ...]]
+
+
+def _candidates(objects: Iterable[Object]) -> list[_Candidate]:
+    """(kind, step, name of the object with the header, objects) of all that look like links.
+
+    A directory without an index is a link that was never finished, or is being written.
+    """
+    single: list[_Candidate] = []
+    members: dict[tuple[str, int], list[Object]] = {}
+    for item in objects:
+        match = LINK_NAME.fullmatch(item.name)
+        if match is None:
+            continue
+        kind, step = match["kind"], int(match["step"])
+        file, directory, _ = _names(kind, step)
+        if item.name == file:
+            single.append((kind, step, file, (item,)))
+        elif item.name.startswith(directory + "/"):
+            members.setdefault((kind, step), []).append(item)
+    for (kind, step), items in members.items():
+        _, _, index = _names(kind, step)
+        if any(item.name == index for item in items):
+            single.append((kind, step, index, tuple(items)))
+    return single
+
+
+def _names(kind: str, step: int) -> tuple[str, str, str]:
+    """Of a link: its one file, or else its directory and the index in it."""
+    if kind == "delta":
+        return delta_name(step), delta_directory(step), f"{delta_directory(step)}/{DELTA_INDEX}"
+    return anchor_file_name(step), anchor_directory(step), f"{anchor_directory(step)}/{INDEX}"
+
+
+def _read_link(
+    reader: HeaderReader, kind: str, step: int, name: str, objects: tuple[Object, ...]
+) -> Link | DeltactlError:
+    """The link, or what is wrong with it."""
+    size = next(item.size for item in objects if item.name == name)
+    try:
+        header: DeltaHeader | AnchorHeader
+        if name.endswith("/" + INDEX):
+            header = parse_anchor_index(reader.whole(name, size), name)
+            objects = _objects_of(kind, header.files, objects, name)
+        elif name.endswith("/" + DELTA_INDEX):
+            header = parse_delta_index(reader.whole(name, size), name)
+            objects = _objects_of(kind, header.files, objects, name)
+        else:
+            parsed = reader.header(kind, name, size)
+            header = (parse_delta if kind == "delta" else parse_anchor)(parsed, name)
+        check_steps(header, kind, step, name)
+    except (NotAllowed, Transient):
+        raise  # says nothing about the link
+    except DeltactlError as error:
+        error.step = step
+        return error
+    total = sum(item.size for item in objects)
+    return Link(step, kind, name, total, header, objects)
+
+
+def _objects_of(
+    kind: str,
+    files: Iterable[AnchorFile | PartFile],
+    objects: tuple[Object, ...],
+    index: str,
+) -> tuple[Object, ...]:
+    """The objects that the index names, and the index; each has to be there in its size."""
+    directory = index.rsplit("/", 1)[0]
+    sizes = {item.name: item.size for item in objects}
+    found = [item for item in objects if item.name == index]
+    for file in files:
+        name = f"{directory}/{file.name}"
+        if sizes.get(name) != file.nbytes:
+            raise Malformed(
+                f"a file of the {kind} is missing or has another size",
+                file=name,
+                expected=f"{file.nbytes} bytes",
+                found="no such object" if name not in sizes else f"{sizes[name]} bytes",
+            )
+        found.append(Object(name, file.nbytes))
+    return tuple(found)
+
+
+def _incomplete(links: list[Link]) -> dict[str, DeltactlError]:
+    """By name, the anchors that lack tensors which the one before them has.
+
+    TRL has written such ones, of changed tensors alone. Ours name the state that they hold.
+    """
+    found: dict[str, DeltactlError] = {}
+    known: set[str] = set()
+    for link in sorted(links, key=lambda link: link.step):
+        if not isinstance(link.header, AnchorHeader):
+            continue
+        names = {tensor.name for tensor in link.header.tensors}
+        if link.result_state is None and (missing := known - names):
+            found[link.name] = Malformed(
+                "the anchor lacks tensors that the anchor before it has",
+                file=link.name,
+                tensor=min(missing, key=utf8),
+                step=link.step,
+                expected=f"{len(known)} tensors or more",
+                found=f"{len(names)}, {len(missing)} of the others missing",
+            )
+        else:
+            known = names
+    return found
+
+
+def _twice(links: list[Link]) -> list[DeltactlError]:
+    seen: set[tuple[int, str]] = set()
+    problems: list[DeltactlError] = []
+    for link in links:
+        if (link.step, link.kind) in seen:
+            what = f"the step has two {link.kind}s"
+            problems.append(Malformed(what, file=link.name, step=link.step))
+        seen.add((link.step, link.kind))
+    return problems

@@ -1,0 +1,59 @@
+"""The state of a checkpoint on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
+from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.progress import Progress, silent
+from deltactl.files.parallel import Meter, hash_threads, map_largest_first
+from deltactl.files.safetensors import read_header
+from deltactl.files.untrusted import os_errors
+
+_CHUNK = 1 << 22
+
+
+def tensor_states(
+    checkpoint: Checkpoint, *, progress: Progress = silent, what: str = "hashing"
+) -> tuple[TensorState, ...]:
+    """The digests of all tensors, in order of name; reads every byte, on all cores."""
+    tensors = list(checkpoint.tensors.values())
+    sizes = [tensor.nbytes for tensor in tensors]
+    meter = Meter(progress, what, sum(sizes))
+
+    def digest(tensor: Tensor) -> TensorState:
+        found = hasher(hash_threads(tensor.nbytes, sizes))
+        for at in range(0, tensor.nbytes, _CHUNK):
+            piece = tensor.data[at : at + _CHUNK]
+            found.update(piece)
+            meter.add(piece.size)
+        return TensorState(tensor.name, tensor.dtype, tensor.shape, found.hexdigest())
+
+    return tuple(map_largest_first(digest, tensors, lambda tensor: tensor.nbytes))
+
+
+def state_of(checkpoint: Checkpoint, *, progress: Progress = silent) -> str:
+    """The state digest of a checkpoint; reads every byte."""
+    return state_digest(tensor_states(checkpoint, progress=progress))
+
+
+def header_digest(path: Path) -> str:
+    """The digest of a safetensors file's header: its length and its JSON. Raises as read_header."""
+    found: str = hasher().update(read_header(path).raw).hexdigest()
+    return found
+
+
+def fingerprint(checkpoint: Checkpoint) -> tuple[tuple[str, int, int, int], ...]:
+    """Name, inode, size and time of change of each file of weights, as they are now.
+
+    Where it has changed somebody has written to the checkpoint. Digests do not show that: of a file
+    that is rewritten while it is read they are those of a mixture.
+    """
+    found = []
+    for shard in checkpoint.shards:
+        path = checkpoint.path / shard.file if checkpoint.is_directory else checkpoint.path
+        with os_errors(path):
+            status = path.stat()
+        found.append((shard.file, status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(found)

@@ -1,0 +1,163 @@
+"""Options and arguments that several commands share, and what their words mean."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal, get_args
+
+import typer
+
+from deltactl.cli.interface.output import Output
+from deltactl.core.errors import UsageError
+
+EncodingName = Literal["raw", "gap_delta", "ulp", "ulp_ctx", "auto"]
+BANDWIDTH = "1G"
+STDIO = Path("-")
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def rate(text: str) -> int:
+    """Bytes a second, as ``10M`` or ``1.5G``; the units are decimal, as in all that is printed."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kMG]?)", text)
+    found = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not found:
+        raise typer.BadParameter(f"{text!r} is no rate: bytes a second, as 500k, 10M or 1.5G")
+    return found
+
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def age(text: str) -> int:
+    """Seconds, as ``30m``, ``12h`` or ``7d``."""
+    match = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no age: a number and a unit, as 30m, 12h or 7d")
+    return int(match[1]) * _SECONDS[match[2]]
+
+
+WHERE = (
+    "a directory, hf://buckets/NAMESPACE/NAME[/PREFIX], s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX] "
+    "or az://CONTAINER[/PREFIX]"
+)
+"""The addresses that buckets have."""
+
+Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help=f"Where the chain lives: {WHERE}.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option(
+        "--jobs",
+        metavar="N",
+        min=1,
+        help="Requests to make at once; by default what suits the store.",
+        show_default=False,
+    ),
+]
+LimitRate = Annotated[
+    int | None,
+    typer.Option(
+        "--limit-rate",
+        metavar="RATE",
+        parser=rate,
+        help="Bytes a second to transfer at most, all requests together, as 500k, 10M or 1.5G "
+        "(k is 1000). What is read in place, from a directory, is not held up.",
+        show_default=False,
+    ),
+]
+Encoding = Annotated[
+    EncodingName,
+    typer.Option(
+        "--encoding",
+        metavar="|".join(get_args(EncodingName)),
+        help="How changes are stored: ulp_ctx is the smallest, ulp less small and quicker, raw and "
+        "gap_delta are what TRL's readers take; auto is the one that gets the delta there soonest, "
+        "by a sample.",
+    ),
+]
+Bandwidth = Annotated[
+    int | None,
+    typer.Option(
+        "--bandwidth",
+        metavar="RATE",
+        parser=rate,
+        help="For --encoding auto: bytes a second between the two sides, as 500k, 10M or 1.5G. "
+        f"Default: {BANDWIDTH}.",
+        show_default=False,
+    ),
+]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        metavar="URL",
+        help="A running vLLM server, as http://HOST:PORT; give the option once for each.",
+        show_default=False,
+    ),
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        min=0.1,
+        help="For how long a server may not answer; ten times as long for work of its own that "
+        "shows no progress.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", "-n", help="Say what would be done, and do nothing.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+
+
+def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
+    """The command's Output, in the mode that its options ask for."""
+    out = ctx.find_root().obj
+    assert isinstance(out, Output)
+    out.configure(json=json, quiet=quiet)
+    return out
+
+
+def bandwidth_of(encoding: EncodingName, bandwidth: int | None) -> int:
+    """Bytes a second that ``--encoding auto`` is to count on. Raises UsageError."""
+    if bandwidth is not None and encoding != "auto":
+        raise UsageError("--bandwidth is for --encoding auto", found=f"--encoding {encoding}")
+    return bandwidth or rate(BANDWIDTH)
+
+
+def is_delta(word: str) -> bool:
+    """Whether a word that may be a delta or a bucket is a delta: a file, a directory with a delta's
+    index, or named like a file of one."""
+    path = Path(word)
+    if path.is_dir():
+        from deltactl.format.delta_index import DELTA_INDEX
+
+        return (path / DELTA_INDEX).is_file()
+    return path == STDIO or path.is_file() or path.suffix == ".safetensors"
+
+
+def bucket_and_step(word: str) -> tuple[str, int] | None:
+    """``BUCKET@STEP`` apart, at the last ``@`` that digits follow; None if there is no step."""
+    bucket, at, step = word.rpartition("@")
+    return (bucket, int(step)) if at and bucket and step.isascii() and step.isdigit() else None
+
+
+@contextmanager
+def delta_file(path: Path) -> Iterator[Path]:
+    """A delta as a path that can be opened: what comes on stdin (``-``) is put into a file."""
+    if path != STDIO:
+        yield path
+        return
+    with TemporaryDirectory() as directory:
+        spooled = Path(directory, "stdin")
+        with open(spooled, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+        yield spooled

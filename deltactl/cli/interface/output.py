@@ -1,0 +1,139 @@
+"""Where a command's result, messages, errors and progress go.
+
+The result goes to stdout: lines for people, one JSON object with ``--json``, nothing with
+``--quiet``. Everything else goes to stderr, and progress only where that is a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO, Any, Literal
+
+import typer
+
+from deltactl.cli.interface.text import printable
+from deltactl.core.errors import DeltactlError
+from deltactl.core.progress import Progress, silent
+
+Mode = Literal["human", "json", "quiet"]
+
+_REDRAW = 0.1  # seconds between two looks of the progress bar
+
+
+class Output:
+    """One command's streams, in one of three modes."""
+
+    def __init__(self) -> None:
+        self.mode: Mode = "human"
+        self._quiet = False
+        self._answered = False
+
+    def configure(self, *, json: bool, quiet: bool) -> None:
+        """Take up ``--json`` and ``--quiet``; with both, JSON without progress."""
+        self.mode = "json" if json else "quiet" if quiet else "human"
+        self._quiet = quiet
+
+    def result(
+        self,
+        document: Mapping[str, Any],
+        lines: Callable[[], Iterable[str]],
+        *,
+        stream: IO[str] | None = None,
+    ) -> None:
+        """Print what the command found: ``document`` with ``--json``, else ``lines()``.
+
+        ``stream``: where the lines go if not to stdout, because that carries something else.
+        """
+        self._answered = True
+        if self.mode == "json":
+            print(json.dumps(document, allow_nan=False), file=sys.stdout)
+        elif self.mode == "human":
+            for line in lines():
+                print(printable(line), file=stream or sys.stdout)
+
+    def warn(self, text: str) -> None:
+        """Say on stderr what the user has to know though the command goes on; also with --quiet."""
+        self._say("warning:", "yellow", text)
+
+    def fault(self, error: DeltactlError, *, hint: bool = False) -> None:
+        """Say on stderr what is wrong, in the midst of a command that goes on to its own result."""
+        self._say("error:", "red", str(error))
+        if hint and error.hint:
+            self._say("hint:", "cyan", error.hint)
+
+    def failure(self, error: DeltactlError, code: int) -> None:
+        """Say why the command ends: on stderr, and as its one JSON object with ``--json``."""
+        if self.mode == "json" and not self._answered:
+            facts = {**error.facts(), "hint": error.hint, "exit_code": code}
+            self.result({"error": facts}, list)
+        self.fault(error, hint=True)
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A progress bar on stderr for the time of the block, if anybody is there to see it."""
+        if self._quiet or not _steerable(sys.stderr):
+            yield silent
+            return
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=_console(), transient=True) as bars:
+            yield _throttled(bars)
+
+    def _say(self, label: str, colour: str, text: str) -> None:
+        if _steerable(sys.stderr) and not _no_colour():
+            label = typer.style(label, fg=colour, bold=True)
+        sys.stdout.flush()  # so that the two streams keep their order on one terminal
+        print(label, printable(text), file=sys.stderr)
+
+
+def _steerable(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal that takes more than plain lines."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _no_colour() -> bool:
+    return bool(os.environ.get("NO_COLOR"))
+
+
+def _console() -> Any:
+    """Rich on stderr. Its NO_COLOR keeps bold and dim; without a colour system there are none."""
+    from rich.console import Console
+
+    return Console(stderr=True, color_system=None if _no_colour() else "auto")
+
+
+def _throttled(bars: Any) -> Progress:
+    """Pass on a call now and then: the library calls for each megabyte, a bar is costly to draw."""
+    tasks: dict[str, Any] = {}
+    drawn = 0.0
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal drawn
+        now = time.monotonic()
+        if what in tasks and done < total and now - drawn < _REDRAW:
+            return
+        drawn = now
+        if what not in tasks:
+            tasks[what] = bars.add_task(what, total=total)
+        bars.update(tasks[what], completed=done, total=total)
+
+    return progress

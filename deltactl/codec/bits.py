@@ -1,0 +1,234 @@
+"""Tensors as bit patterns: elements, changed positions, units in the last place, touch sums.
+
+An *element* is an unsigned integer of 1, 2, 4 or 8 bytes. Packed types of less than a byte (F4, F6)
+are bytes. No float operation is used anywhere: NaN payloads, -0.0 and denormals are bits like
+others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltactl.core import native
+from deltactl.files.safetensors import DTYPE_BITS
+
+Bytes = npt.NDArray[np.uint8]
+Bits = npt.NDArray[Any]
+"""Elements: <u1, <u2, <u4 or <u8."""
+
+Steps = npt.NDArray[Any]
+"""Steps in units in the last place: <i1, <i2, <i4 or <i8."""
+
+Positions = npt.NDArray[np.int64]
+
+_UNSIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
+_SIGNED: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<i1"),
+    2: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    8: np.dtype("<i8"),
+}
+
+SIGN_MAGNITUDE = frozenset(
+    {"F16", "BF16", "F32", "F64", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+)
+"""Dtypes whose top bit is a sign and whose other bits rise with the magnitude."""
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element of ``dtype``: 1, 2, 4 or 8."""
+    return max(DTYPE_BITS[dtype] // 8, 1)
+
+
+def elements(data: Bytes, dtype: str) -> Bits:
+    """The bytes of a tensor, shape (n,), as elements, shape (n / width,); a view."""
+    return data.view(_UNSIGNED[element_bytes(dtype)])
+
+
+def positions_of(mask: npt.NDArray[np.bool_]) -> Positions:
+    """Positions, rising, at which a contiguous mask of shape (n,) is true.
+
+    Quick where few are: most groups of eight hold none, and most groups of eight such groups few.
+    """
+    whole = mask.size // 64 * 64
+    groups = mask[:whole].view(np.uint64)
+    found = _expand(groups, _expand((groups != 0).view(np.uint64), None))
+    if whole != mask.size:
+        found = np.concatenate([found, np.flatnonzero(mask[whole:]) + whole])
+    return found
+
+
+def _expand(groups: npt.NDArray[np.uint64], hit: Positions | None) -> Positions:
+    """Positions of the true bools in groups of eight; ``hit``: the groups that have any."""
+    if hit is None:
+        hit = np.flatnonzero(groups != 0)
+    inner = np.flatnonzero(groups.take(hit).view(np.bool_))
+    return (hit.take(inner >> 3) << 3) + (inner & 7)
+
+
+def _ordered(bits: Bits, dtype: str) -> Bits:
+    """Map bits to unsigned integers that rise with the value; its inverse is ``_unordered``.
+
+    Negative floats are complemented, others get the top bit set: -0.0 and +0.0 are neighbours, and
+    so are the largest finite number and infinity. Integers stay as they are.
+    """
+    if dtype not in SIGN_MAGNITUDE:
+        return bits
+    width = bits.dtype.itemsize
+    negative: Bits = (bits.view(_SIGNED[width]) >> (8 * width - 1)).view(bits.dtype)
+    ordered: Bits = bits ^ (negative | bits.dtype.type(1 << (8 * width - 1)))
+    return ordered
+
+
+def _unordered(order: Bits, dtype: str) -> Bits:
+    if dtype not in SIGN_MAGNITUDE:
+        return order
+    width = order.dtype.itemsize
+    positive: Bits = (order.view(_SIGNED[width]) >> (8 * width - 1)).view(order.dtype)
+    bits: Bits = order ^ (~positive | order.dtype.type(1 << (8 * width - 1)))
+    return bits
+
+
+def steps_between(old: Bits, new: Bits, dtype: str) -> Steps:
+    """Signed steps in units in the last place from ``old`` to ``new``, modulo 2^width.
+
+    Shape and width as the inputs'. For integer types, the difference.
+    """
+    width = old.dtype.itemsize
+    return (_ordered(new, dtype) - _ordered(old, dtype)).view(_SIGNED[width])
+
+
+def take_steps(old: Bits, steps: Steps, dtype: str) -> Bits:
+    """The bits that ``steps`` lead to from ``old``; the inverse of ``steps_between``."""
+    return _unordered(_ordered(old, dtype) + steps.view(old.dtype), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitSteps:
+    """Steps that are not 0, shape (n,), as they are stored. ``down``: a bit each, 1 for down,
+    packed from the lowest bit on; ``beyond``: the length less one, as wide as the elements."""
+
+    down: Bytes
+    beyond: Bits
+
+    def joined(self) -> Steps:
+        """The signed steps."""
+        down = np.unpackbits(self.down, count=self.beyond.size, bitorder="little")
+        steps = self.beyond.view(_SIGNED[self.beyond.itemsize])
+        return np.where(down.view(np.bool_), ~steps, steps + steps.dtype.type(1))
+
+
+def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, Positions]:
+    """The steps between elements that differ, and which of them are longer than one unit."""
+    if native.KERNEL is not None:
+        down, beyond, longer = native.KERNEL.steps(before, after, dtype in SIGN_MAGNITUDE)
+        return SplitSteps(down, beyond), longer
+    steps = steps_between(before, after, dtype)
+    beyond = np.abs(steps).view(before.dtype)  # as unsigned, right for the lowest step too
+    beyond -= beyond.dtype.type(1)
+    found = SplitSteps(np.packbits(steps < 0, bitorder="little"), beyond)
+    return found, np.flatnonzero(beyond)
+
+
+def take_split_steps(
+    elements: Bits,
+    start: int,
+    positions: Positions,
+    steps: SplitSteps,
+    span: tuple[int, int],
+    dtype: str,
+) -> None:
+    """Take the steps whose places are in ``span``, first and end, in place.
+
+    ``elements``: those from position ``start`` on; each position of the span is among them.
+    """
+    if native.KERNEL is not None:
+        native.KERNEL.take_steps(
+            elements, start, positions, steps.down, steps.beyond, span, dtype in SIGN_MAGNITUDE
+        )
+        return
+    first, end = span
+    at = positions[first:end] - start
+    elements[at] = take_steps(elements[at], steps.joined()[first:end], dtype)
+
+
+_MIX_INDEX = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def mix64(index: npt.NDArray[np.uint64], bits: Bits) -> npt.NDArray[np.uint64]:
+    """A 64-bit hash of each (index, bits) pair, shape as the inputs'.
+
+    ``index * 0x9E3779B97F4A7C15 + bits`` through the finalizer of SplitMix64 (Steele, Lea and Flood
+    2014, "Fast splittable pseudorandom number generators"), all modulo 2^64.
+    """
+    z = index * _MIX_INDEX
+    z += bits
+    z ^= z >> np.uint64(30)
+    z *= _MIX_1
+    z ^= z >> np.uint64(27)
+    z *= _MIX_2
+    z ^= z >> np.uint64(31)
+    return z
+
+
+_PIECE = 1 << 15  # pairs mixed together: less costs more calls, more leaves the cache
+
+
+def touch_sum(positions: Positions, bits: Bits, index: int = 0) -> int:
+    """``sum mix64(index + position, bits) mod 2^64``: the same in any order, and sums of parts add
+    up. ``index``: that in the tensor of the element at position 0."""
+    if native.KERNEL is not None:
+        return native.KERNEL.touch_sum(positions, bits, index)
+    at = positions.view(np.uint64)
+    total = 0
+    for i in range(0, at.size, _PIECE):
+        mixed = mix64(at[i : i + _PIECE] + np.uint64(index), bits[i : i + _PIECE])
+        total += int(mixed.sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def touch_sum_of_all(bits: Bits, index: int = 0) -> int:
+    """The touch sum of elements that lie one after another, the first at ``index`` of its tensor.
+
+    Over all of a tensor it says what the tensor holds to whoever has it in another layout.
+    """
+    at = np.arange(min(bits.size, _PIECE))
+    total = 0
+    for i in range(0, bits.size, _PIECE):
+        piece = bits[i : i + _PIECE]
+        total += touch_sum(at[: piece.size], piece, index + i)
+    return total % (1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Where two runs of elements differ: positions, rising, and the bits before and after, all of
+    shape (k,), and the touch sums of both."""
+
+    positions: Positions
+    before: Bits
+    after: Bits
+    old_sum: int
+    new_sum: int
+
+
+def changes_between(old: Bits, new: Bits, first: int, index: int) -> Changes:
+    """The changes between elements of shape (n,), the first of which is at position ``first`` of
+    its block, and at ``index`` of its tensor."""
+    if native.KERNEL is not None:
+        return Changes(*native.KERNEL.compare(old, new, first, index))
+    positions = positions_of(old != new)
+    before, after = old.take(positions), new.take(positions)
+    sums = touch_sum(positions, before, index), touch_sum(positions, after, index)
+    return Changes(positions + first, before, after, *sums)

@@ -1,0 +1,66 @@
+"""Work over tensors on all cores, bounded by the machine."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+from deltactl.core.progress import Progress
+from deltactl.files.mapped import sound_sources
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_largest_first(
+    work: Callable[[T], R], items: Sequence[T], size: Callable[[T], int]
+) -> list[R]:
+    """``[work(item) for item in items]`` on all cores, largest first so that none is left for last.
+
+    Raises the first error; work that has not begun by then is dropped. Raises Malformed for a
+    mapped file that was torn meanwhile.
+    """
+    order = sorted(range(len(items)), key=lambda i: -size(items[i]))
+    results: dict[int, R] = {}
+    with ThreadPoolExecutor(min(cores(), max(1, len(items)))) as pool:
+        futures = {pool.submit(work, items[i]): i for i in order}
+        try:
+            with sound_sources():
+                for future in as_completed(futures):
+                    results[futures[future]] = future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [results[i] for i in range(len(items))]
+
+
+def hash_threads(size: int, sizes: Iterable[int]) -> int:
+    """Threads for hashing one tensor of ``size`` bytes among ``sizes``.
+
+    One, as tensors are hashed side by side; all cores for a tensor so large that the others would
+    wait for it.
+    """
+    return cores() if size * cores() > sum(sizes) else 1
+
+
+class Meter:
+    """Adds up bytes from many threads and passes them on to a Progress, one call at a time."""
+
+    def __init__(self, progress: Progress, what: str, total: int) -> None:
+        self._progress, self._what, self._total = progress, what, total
+        self._done = 0
+        self._lock = threading.Lock()
+        progress(what, 0, total)
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress(self._what, self._done, self._total)

@@ -1,0 +1,1 @@
+"""Requests to one vLLM server, each answered in bounded time or told why not."""

@@ -1,0 +1,1 @@
+"""Deltas made ready against live weights and written in the pause; live weights summed."""
