@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from deltactl.core.digest import TensorState, hasher, is_digest, state_digest
@@ -35,6 +36,14 @@ from deltactl.format.metadata_check import check_strings
 from deltactl.format.tensor_table import Table, after_delta, elements_of
 
 DELTA_INDEX = "delta.safetensors.index.json"
+
+
+def is_delta_path(path: Path) -> bool:
+    """Whether a path that may be a delta or a bucket is a delta's: a file, a directory with a
+    delta's index, or named like a file of one."""
+    if path.is_dir():
+        return (path / DELTA_INDEX).is_file()
+    return path.is_file() or path.suffix == ".safetensors"
 
 
 def part_name(number: int, count: int, attempt: str = "") -> str:

@@ -103,7 +103,7 @@ def _in_synopsis(argument: Any) -> str:
 
 def _see_also(names: Iterable[str]) -> Iterator[str]:
     yield ".SH SEE ALSO"
-    pages = [*sorted((name, 1) for name in names), ("deltactl-format", 5)]
+    pages = [*sorted((name, 1) for name in names), ("deltactl-python", 3), ("deltactl-format", 5)]
     for at, (name, section) in enumerate(pages):
         comma = "," if at < len(pages) - 1 else ""
         yield f".BR {_roman(name)} ({section}){comma}"

@@ -134,14 +134,11 @@ def bandwidth_of(encoding: EncodingName, bandwidth: int | None) -> int:
 
 
 def is_delta(word: str) -> bool:
-    """Whether a word that may be a delta or a bucket is a delta: a file, a directory with a delta's
-    index, or named like a file of one."""
-    path = Path(word)
-    if path.is_dir():
-        from deltactl.format.delta_index import DELTA_INDEX
+    """Whether a word that may be a delta or a bucket is a delta, on stdin too."""
+    from deltactl.format.delta_index import is_delta_path
 
-        return (path / DELTA_INDEX).is_file()
-    return path == STDIO or path.is_file() or path.suffix == ".safetensors"
+    path = Path(word)
+    return path == STDIO or is_delta_path(path)
 
 
 def bucket_and_step(word: str) -> tuple[str, int] | None:
