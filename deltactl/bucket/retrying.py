@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -12,12 +14,16 @@ from deltactl.chain.store import Bucket, Object, holds_bytes
 from deltactl.core.errors import Transient
 from deltactl.files.temporary import Outcome, Unfinished
 
+log = logging.getLogger("deltactl.bucket")
+"""A line at WARNING where a bucket is waited for."""
+
 R = TypeVar("R")
 
 _TRIES = 9
 _PATIENCE = 60.0  # seconds, waits and tries together
 _FIRST_WAIT = 1.0  # seconds at most; doubled from try to try
 _LONGEST_WAIT = 20.0
+_WORD_AFTER = 5.0  # seconds: a shorter wait is not worth a word
 
 _EAGER_TRIES, _EAGER_WAIT = 40, 5.0  # it is patience that ends these
 
@@ -27,9 +33,9 @@ class RetryingBucket:
 
     It waits a random part of a time that doubles, up to ``longest_wait`` seconds (full jitter, so
     that many who failed together do not come back together), and no less than the server asked for.
-    It gives up after ``tries``, or
-    where the next try would begin more than ``patience`` seconds after the first; then the error
-    says how often it tried.
+    It gives up after ``tries``, or where the next try would begin more than ``patience`` seconds
+    after the first; then the error says how often it tried. Before that a line is logged: what is
+    waited for, and for how long at most.
     """
 
     def __init__(
@@ -46,6 +52,7 @@ class RetryingBucket:
         self._bucket, self._tries, self._patience = bucket, tries, patience
         self._longest_wait = longest_wait
         self._clock, self._sleep, self._draw = clock, sleep, draw
+        self._said = -math.inf  # when a line was logged last
 
     @property
     def url(self) -> str:
@@ -105,7 +112,8 @@ class RetryingBucket:
         return self._again(once) or (failed and holds_bytes(self, name, source))
 
     def _again(self, work: Callable[[], R]) -> R:
-        deadline = self._clock() + self._patience
+        began = self._clock()
+        deadline = began + self._patience
         for tried in range(1, self._tries + 1):
             try:
                 return work()
@@ -113,8 +121,18 @@ class RetryingBucket:
                 wait = self._wait(tried, error.retry_after)
                 if tried == self._tries or self._clock() + wait > deadline:
                     raise _given_up(error, tried) from error.__cause__
+                self._tell(error, began, wait)
                 self._sleep(wait)
         raise AssertionError("at least one try")
+
+    def _tell(self, error: Transient, began: float, wait: float) -> None:
+        """One line for a wait, though many calls may wait at once."""
+        now = self._clock()
+        if now + wait - began < _WORD_AFTER or now < self._said + self._patience:
+            return
+        self._said = now
+        left = began + self._patience - now
+        log.warning("waiting for the bucket, for up to %.0f s more: %s", left, error)
 
     def _wait(self, tried: int, asked: float | None) -> float:
         longest = min(self._longest_wait, _FIRST_WAIT * 2.0 ** (tried - 1))

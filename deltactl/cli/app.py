@@ -58,9 +58,15 @@ class Root(TyperGroup):
         out = Output()
         try:
             _refuse_secrets(out, args)
-            code = super().main(
-                args, prog_name=NAME, complete_var=VARIABLE, standalone_mode=False, obj=out, **extra
-            )
+            with out.logged():
+                code = super().main(
+                    args,
+                    prog_name=NAME,
+                    complete_var=VARIABLE,
+                    standalone_mode=False,
+                    obj=out,
+                    **extra,
+                )
             sys.stdout.flush()
         except BrokenPipeError:
             code = _reader_is_gone()

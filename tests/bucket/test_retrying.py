@@ -190,6 +190,27 @@ def test_who_publishes_is_soon_there_when_the_bucket_is_back(
         assert time.now - began > 45
 
 
+def test_it_says_once_what_it_waits_for_and_how_long_at_most(
+    tmp_path: Path, source: Path, time: Time, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Shaky(tmp_path / "bucket")
+    inner.put("there", source)
+    bucket = over(inner, time)
+    inner.errors = busy(2)
+    list(bucket.list())
+    assert (time.slept, caplog.messages) == ([1, 2], []), "not worth a word"
+    inner.errors = busy(5)
+    list(bucket.list())
+    inner.errors = busy(5)
+    list(bucket.list())  # soon after: of the same outage
+    word = "waiting for the bucket, for up to 57 s more: object: the server is busy"
+    assert caplog.messages == [word]
+    time.now += 60
+    inner.errors = busy(5)
+    list(bucket.list())
+    assert caplog.messages == [word, word]
+
+
 def test_a_server_that_asks_for_time_gets_it(tmp_path: Path, time: Time) -> None:
     inner = Shaky(tmp_path)
     inner.errors = busy(2, retry_after=7.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from deltactl.bucket.local import LocalBucket
+from deltactl.bucket.retrying import RetryingBucket
 from deltactl.cli.app import app
 from deltactl.cli.interface import exits
 from deltactl.core import errors
@@ -69,6 +72,28 @@ def test_an_error_gives_its_status_and_one_message(
     assert code in exits.MEANINGS
     assert ran.stdout == ""
     assert ran.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("option", [None, "--quiet", "--json"])
+def test_that_a_bucket_is_waited_for_is_a_warning(
+    option: str | None, cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What the library logs; nothing of it stays when the command has ended."""
+    now, handlers = [0.0], list(logging.getLogger("deltactl").handlers)
+    bucket = RetryingBucket(
+        LocalBucket(tmp_path),
+        clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
+        draw=lambda: 1.0,
+    )
+    monkeypatch.setattr(LocalBucket, "list", raising(errors.Transient("away", file="s3://b")))
+    monkeypatch.setattr("deltactl.bucket.open_bucket", lambda *_, **__: bucket)
+    ran = cli("log", "s3://b", *([] if option is None else [option]))
+    assert ran.code == 5
+    warning = "warning: waiting for the bucket, for up to 57 s more: s3://b: away\n"
+    assert ran.stderr.startswith(warning + "error: s3://b: away (tried ")
+    assert option != "--json" or json.loads(ran.stdout)["error"]["exit_code"] == 5
+    assert logging.getLogger("deltactl").handlers == handlers
 
 
 def test_all_facts_are_printed_and_are_in_the_json(

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from deltactl.bucket.local import LocalBucket
+from deltactl.bucket.retrying import RetryingBucket
+from deltactl.chain.store import Object
 from deltactl.core.errors import NotAllowed, Transient, UsageError
 from deltactl.trainer import Publisher
 from deltactl.trainer.upload.waiting import AT_ONCE, Waiting
@@ -101,6 +104,32 @@ def test_max_wait_merges_steps_and_drops_no_change(tmp_path: Path, gate: threadi
     assert_chain(bucket, expected, tmp_path)
     merged = {p.step: p.merged_steps for p in publisher.history if p.kind == "delta"}
     assert merged == {2: 0, 3: 0, 4: 0, 10: 5}
+
+
+def test_a_bucket_that_is_away_when_a_publisher_is_made_is_waited_for_with_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Away(LocalBucket):
+        left = 4
+
+        def list(self) -> Iterator[Object]:
+            self.left -= 1
+            if self.left >= 0:
+                raise Transient("the server cannot be reached", file=self.url)
+            return super().list()
+
+    inner, now = Away(tmp_path / "bucket"), [0.0]
+    bucket = RetryingBucket(
+        inner,
+        clock=lambda: now[0],
+        sleep=lambda seconds: now.__setitem__(0, now[0] + seconds),
+        draw=lambda: 1.0,
+    )
+    with Publisher(small(), bucket):
+        pass
+    assert inner.left < 0
+    word = f"waiting for the bucket, for up to 57 s more: {inner.url}: the server cannot be reached"
+    assert [m for m in caplog.messages if "waiting" in m] == [word]
 
 
 @pytest.mark.parametrize(

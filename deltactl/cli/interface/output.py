@@ -7,6 +7,7 @@ The result goes to stdout: lines for people, one JSON object with ``--json``, no
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
@@ -74,6 +75,17 @@ class Output:
         self.fault(error, hint=True)
 
     @contextmanager
+    def logged(self) -> Iterator[None]:
+        """For the time of the block what the library logs at WARNING or above is a warning."""
+        handler = _Logged(self)
+        logger = logging.getLogger("deltactl")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+
+    @contextmanager
     def progress(self) -> Iterator[Progress]:
         """A progress bar on stderr for the time of the block, if anybody is there to see it."""
         if self._quiet or not _steerable(sys.stderr):
@@ -103,6 +115,15 @@ class Output:
             label = typer.style(label, fg=colour, bold=True)
         sys.stdout.flush()  # so that the two streams keep their order on one terminal
         print(label, printable(text), file=sys.stderr)
+
+
+class _Logged(logging.Handler):
+    def __init__(self, out: Output) -> None:
+        super().__init__(logging.WARNING)
+        self._out = out
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._out.warn(record.getMessage())
 
 
 def _steerable(stream: IO[str]) -> bool:
