@@ -65,8 +65,8 @@ def pull(
     Hugging Face directory, is compared with the chain's digest before it takes DEST's place in one
     step. What else is in DEST stays, but for files that an earlier pull put beside the weights and
     that the step has not. A DEST with weights that are no step of the chain, and that no pull put
-    there, is refused; so is one in which a trainer keeps its state, such as optimizer.pt, unless
-    --force is given.
+    there, is refused; so is one in which, or in a directory of which, a trainer keeps its state,
+    such as optimizer.pt, unless --force is given.
 
     A pull that is killed, interrupted or cut off goes on where it was when it is repeated: what it
     has fetched is kept beside DEST, in .DEST.deltactl-download, and checked again.

@@ -90,9 +90,9 @@ def _not_ours(dest: Path, found: str) -> Conflict:
 
 
 def check_no_trainer(dest: Path, chain: Chain) -> None:
-    """Raise Conflict where a trainer keeps its state in ``dest``: that goes with the weights that
-    are there."""
-    found = sorted(path.name for path in dest.iterdir() if TRAINER_STATE.fullmatch(path.name))
+    """Raise Conflict where a trainer keeps its state in ``dest``, or one level below: it goes with
+    the weights that are there."""
+    found = _trainer_state(dest)
     if found:
         raise Conflict(
             "a trainer keeps its state in the destination, beside the weights to be replaced",
@@ -101,6 +101,18 @@ def check_no_trainer(dest: Path, chain: Chain) -> None:
             hint="pull into a new directory; to replace the weights there all the same: "
             f"deltactl pull {quote(chain.url)} {quote(str(dest))} --force",
         )
+
+
+def _trainer_state(dest: Path) -> list[str]:
+    found = []
+    for path in dest.iterdir():
+        if TRAINER_STATE.fullmatch(path.name):
+            found.append(path.name)
+        elif path.is_dir():
+            with contextlib.suppress(PermissionError):  # lost+found, say: nobody trains in it
+                names = (below.name for below in path.iterdir())
+                found += [f"{path.name}/{n}" for n in names if TRAINER_STATE.fullmatch(n)]
+    return sorted(found)
 
 
 def marker_of(chain: Chain, step: int, state: str, files: Sequence[AnchorFile]) -> str:

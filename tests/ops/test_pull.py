@@ -477,10 +477,12 @@ KEPT = [
     "training_args.bin", "optimizer.bin", "scaler.pt", "random_states_0.pkl", "global_step500/",
     "__0_0.distcp", "optimizer_0/", "lr_scheduler.pt", "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_optim_states.pt", "optim_world_size_8_rank_0.pt",
+    "checkpoint-500/optimizer.pt", "step_7/global_step100/", "epoch 1/rng_state_0.pth",
 ]  # fmt: skip
 
 
 def keep(dest: Path, name: str) -> None:
+    (dest / name).parent.mkdir(exist_ok=True)
     if name.endswith("/"):
         (dest / name).mkdir()
     else:
@@ -537,9 +539,13 @@ def test_a_trainers_own_weights_are_not_replaced_even_by_force(
     assert content(dest) == was
 
 
-@pytest.mark.parametrize("name", ["optimizer.md", "my_scheduler.json", "global_steps", "states.pt"])
+OTHERS = ["optimizer.md", "my_scheduler.json", "global_steps", "states.pt", "checkpoint-5/notes.pt"]
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "a/b/optimizer.pt"])
 def test_other_names_are_no_trainers(bucket: LocalBucket, dest: Path, name: str) -> None:
     write(dest, STEPS[3])
+    (dest / "a").mkdir()
     keep(dest, name)
     pull(bucket, dest)
     assert holds(dest, STEPS[5])
