@@ -82,7 +82,7 @@ def assert_is_the_trainers(pulled: Path, trainers: Path) -> None:
         assert model.generate(ids, max_new_tokens=2).shape == (1, ids.shape[1] + 2)
 
 
-def test_each_step_is_pushed_as_the_cadence_says(
+def test_each_step_is_pushed_as_anchor_every_says(
     published: Published, changed: list[int | None]
 ) -> None:
     rows = published.pushed

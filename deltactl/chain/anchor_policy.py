@@ -15,7 +15,7 @@ BANDWIDTH = 1e9
 """Bytes a second that are counted on where nobody says better."""
 
 ANCHOR_EVERY = 10
-"""TRL's cadence: the first step, and every tenth, is an anchor."""
+"""TRL's rule: the first step, and every tenth, is an anchor."""
 
 REPLAY_SECONDS = 6e-8
 """For each changed element of a long run of deltas, as ``deltactl bench`` prints for a hundred."""
@@ -33,7 +33,7 @@ class Run:
     changed: int
 
 
-class Cadence(Protocol):
+class AnchorPolicy(Protocol):
     """A rule for anchors. The first step of a chain is one anyway."""
 
     def due(self, run: Run) -> bool:
@@ -52,7 +52,7 @@ class Every:
             raise UsageError("the cadence of anchors is not negative", found=self.steps)
 
     def due(self, run: Run) -> bool:
-        """See Cadence."""
+        """See AnchorPolicy."""
         return self.steps > 0 and run.step // self.steps > run.anchor_step // self.steps
 
 
@@ -72,6 +72,6 @@ class Adaptive:
             raise UsageError("the bandwidth is not above 0", found=self.bandwidth)
 
     def due(self, run: Run) -> bool:
-        """See Cadence."""
+        """See AnchorPolicy."""
         deltas = run.delta_bytes / self.bandwidth + run.changed * REPLAY_SECONDS
         return deltas >= run.anchor_bytes / self.bandwidth

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from shlex import quote
 
-from deltactl.chain.anchor_policy import Cadence, Run
+from deltactl.chain.anchor_policy import AnchorPolicy, Run
 from deltactl.chain.chain import Chain
 from deltactl.core.errors import Conflict, UsageError
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.header import check_step
 
 
-class Placement:
-    """Judges steps against a chain; ``cadence`` says which are anchors."""
+class NextStep:
+    """Judges steps against a chain; ``policy`` says which are anchors."""
 
-    def __init__(self, chain: Chain, cadence: Cadence) -> None:
-        self._chain, self._cadence = chain, cadence
+    def __init__(self, chain: Chain, policy: AnchorPolicy) -> None:
+        self._chain, self._policy = chain, policy
 
-    def next_step(self, step: int | None) -> int:
+    def number(self, step: int | None) -> int:
         """The step to write. Raises Conflict if it is not above the tip, or the chain is broken."""
         chain = self._chain
         newest = chain.steps[-1] if chain.steps else None
@@ -60,7 +60,7 @@ class Placement:
             return True
         newest = max(self._chain.anchors)
         since = [link for at, link in self._chain.deltas.items() if newest < at < step]
-        return self._cadence.due(
+        return self._policy.due(
             Run(
                 step=step,
                 anchor_step=newest,
@@ -85,7 +85,7 @@ class Placement:
                 hint=f"deltactl log {quote(self._chain.url)}",
             )
 
-    def check_on_tip(self, header: DeltaHeader) -> None:
+    def check_base(self, header: DeltaHeader) -> None:
         """Raise Conflict unless a delta stands on the tip."""
         tip = self._chain.tip
         if tip is None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from deltactl.chain.anchor_policy import ANCHOR_EVERY, BANDWIDTH, Cadence, Every
+from deltactl.chain.anchor_policy import ANCHOR_EVERY, BANDWIDTH, AnchorPolicy, Every
 from deltactl.chain.chain import Chain, delta_name, read_chain
 from deltactl.chain.check.anchor import aux_files, has_file
 from deltactl.chain.model import admit, admit_delta
-from deltactl.chain.next_step import Placement
+from deltactl.chain.next_step import NextStep
 from deltactl.chain.replaced import other_run
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.snapshot import Snapshot, put_whole, take_snapshot
@@ -107,13 +107,13 @@ class _Publisher:
         bucket: Bucket,
         chain: Chain,
         cached: Path,
-        anchors: Cadence,
+        anchors: AnchorPolicy,
         wish: tuple[str, float],
         dry_run: bool,
         progress: Progress,
     ) -> None:
         self._bucket, self._chain, self._cached = bucket, chain, cached
-        self._place, self._wish = Placement(chain, anchors), wish
+        self._next, self._wish = NextStep(chain, anchors), wish
         self._advice: Advice | None = None
         self._dry_run, self._progress = dry_run, progress
         self._seen: tuple[tuple[str, int, int, int], ...] | None = None
@@ -127,7 +127,7 @@ class _Publisher:
                 state = state_of(checkpoint, progress=self._progress)
                 report = self._same_step(step, state, checkpoint.total_elements)
                 return self._finish_anchor(checkpoint, report)
-            asked, step, tip = step, self._place.next_step(step), self._chain.tip
+            asked, step, tip = step, self._next.number(step), self._chain.tip
             admitted = admit(checkpoint, self._bucket, self._chain, allow=self.allows_other_model)
             if tip is None or admitted.other:
                 report = self._whole(checkpoint, step, keep=base is None)
@@ -188,7 +188,7 @@ class _Publisher:
         """Whether the step of a report, whose link is a delta, is to be an anchor as well."""
         delta = self._chain.deltas.get(report.step)
         size = report.bytes if delta is None else delta.bytes
-        return self._place.anchor_due(report.step, size, report.changed_elements or 0)
+        return self._next.anchor_due(report.step, size, report.changed_elements or 0)
 
     def _whole(self, checkpoint: Checkpoint, step: int, keep: bool) -> PushReport:
         """An anchor without a delta: the chain's first, or where another model begins."""
@@ -209,7 +209,7 @@ class _Publisher:
 
     def _same_step(self, step: int, state: str, total_elements: int) -> PushReport:
         """The report for a step that is there with this state. Raises Conflict for another."""
-        self._place.check_same(step, state)
+        self._next.check_same(step, state)
         links = self._chain.links_at(step)
         return PushReport(
             step=step,
@@ -285,8 +285,8 @@ class _Publisher:
         step = header.step if step is None else step
         if step is not None and self._chain.links_at(step):
             return self._same_step(step, result_state, total)
-        step = self._place.next_step(step)
-        self._place.check_on_tip(header)
+        step = self._next.number(step)
+        self._next.check_base(header)
         notes = admit_delta(header, self._bucket, self._chain)
         notes += other_run(header.records.values(), total)
         tip = self._chain.tip

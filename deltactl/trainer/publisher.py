@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from deltactl.chain.anchor_policy import Cadence, Every
+from deltactl.chain.anchor_policy import AnchorPolicy, Every
 from deltactl.chain.store import Bucket
 from deltactl.codec import DEFAULT, encoding_named
 from deltactl.trainer.capture.capture import Capturer
@@ -107,7 +107,7 @@ class Publisher(Stepping[Line]):
         optimizer: Given | None = None,
         step: int | None = None,
         encoding: str = DEFAULT,
-        anchors: Cadence = Every(),  # noqa: B008 - frozen
+        anchors: AnchorPolicy = Every(),  # noqa: B008 - frozen
         when_busy: Literal["wait", "merge"] = "wait",
         max_wait: float | None = None,
         files: Files | None = None,

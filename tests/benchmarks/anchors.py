@@ -1,8 +1,8 @@
-"""Print what cadences of anchors cost over a long simulated run:
+"""Print what policies of anchors cost over a long simulated run:
 ``python -m tests.benchmarks.anchors``.
 
 By arithmetic, not by running: a model of bf16 weights, of which a share that wanders around one in
-a hundred changes at each step, at so many bytes a change. For each cadence: all bytes that the
+a hundred changes at each step, at so many bytes a change. For each policy: all bytes that the
 trainer writes, and what a replica that starts at the worst moment fetches, replays and waits for.
 """
 
@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from random import Random
 
-from deltactl.chain.anchor_policy import REPLAY_SECONDS, Adaptive, Cadence, Every, Run
+from deltactl.chain.anchor_policy import REPLAY_SECONDS, Adaptive, AnchorPolicy, Every, Run
 
 _BYTES_A_CHANGE = {"ulp": 1.23, "ulp_ctx": 0.85, "gap_delta": 4.0}  # as make_pair's pair gave
 
@@ -42,7 +42,7 @@ def changes(elements: int, steps: int, seed: int = 0) -> list[int]:
 
 
 def simulate(
-    cadence: Cadence, elements: int, changed: list[int], width: float, bandwidth: float
+    policy: AnchorPolicy, elements: int, changed: list[int], width: float, bandwidth: float
 ) -> Cost:
     """Play the run: step 1 is an anchor, and each later one a delta of ``width`` bytes a change."""
     anchor = 2 * elements
@@ -53,7 +53,7 @@ def simulate(
         since_bytes += round(count * width)
         since_changed += count
         written += round(count * width)
-        if cadence.due(Run(step, at, anchor, since_bytes, since_changed)):
+        if policy.due(Run(step, at, anchor, since_bytes, since_changed)):
             written += anchor
             anchors, at = anchors + 1, step
             since_bytes = since_changed = 0
@@ -73,11 +73,11 @@ def main(arguments: list[str]) -> int:
     width = _BYTES_A_CHANGE[options.encoding]
     share = sum(changed) / len(changed) / options.elements
     print(f"{options.elements:,} elements, {options.steps} steps, {share:.2%} changed a step")
-    print(f"{'bandwidth':>10} {'cadence':12} {'anchors':>7} {'written':>10} {'worst start':>22}")
+    print(f"{'bandwidth':>10} {'policy':12} {'anchors':>7} {'written':>10} {'worst start':>22}")
     for bandwidth in (12.5e6, 125e6, 1.25e9):
-        cadences = {f"every {n}": Every(n) for n in (10, 50, 200)} | {"never": Every(0)}
-        for name, cadence in {**cadences, "adaptive": Adaptive(bandwidth)}.items():
-            cost = simulate(cadence, options.elements, changed, width, bandwidth)
+        policies = {f"every {n}": Every(n) for n in (10, 50, 200)} | {"never": Every(0)}
+        for name, policy in {**policies, "adaptive": Adaptive(bandwidth)}.items():
+            cost = simulate(policy, options.elements, changed, width, bandwidth)
             print(
                 f"{bandwidth * 8 / 1e9:5.1f} Gbit {name:12} {cost.anchors:7} "
                 f"{cost.written / 1e12:7.2f} TB {cost.worst_bytes / 1e9:9.1f} GB "

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from deltactl.chain.anchor_policy import REPLAY_SECONDS, Adaptive, Every, Run
 from deltactl.chain.chain import read_chain
-from deltactl.chain.next_step import Placement
+from deltactl.chain.next_step import NextStep
 from deltactl.core.errors import UsageError
 from tests.support.chains import make_chain
 
@@ -56,7 +56,7 @@ def test_a_faster_link_makes_more_anchors_as_replaying_takes_its_time() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: Every(-1), lambda: Adaptive(0), lambda: Adaptive(-1.0)])
-def test_what_is_no_cadence_is_refused(make: object) -> None:
+def test_what_is_no_policy_is_refused(make: object) -> None:
     with pytest.raises(UsageError):
         make()  # type: ignore[operator]
 
@@ -80,9 +80,9 @@ def test_the_run_is_what_lies_between_the_newest_anchor_and_the_step(tmp_path: P
     chain = read_chain(bucket)
     assert sorted(chain.anchors) == [1, 3, 6]
     seen = _Seen()
-    place = Placement(chain, seen)
-    place.anchor_due(8, 100, 8)
-    place.anchor_due(7, chain.deltas[7].bytes, 7)  # it is in the chain, and counts once
+    next_step = NextStep(chain, seen)
+    next_step.anchor_due(8, 100, 8)
+    next_step.anchor_due(7, chain.deltas[7].bytes, 7)  # it is in the chain, and counts once
     after_six = chain.deltas[7].bytes
     size = chain.anchors[6].bytes
     assert seen.runs == [

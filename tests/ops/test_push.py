@@ -150,7 +150,7 @@ def test_every_layout_may_follow_on_every_other(
     assert_whole(bucket, dict(enumerate(steps, 1)), tmp_path / "pulled")
 
 
-# Cadence.
+# When an anchor is due.
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_every_layout_may_follow_on_every_other(
         (4, [7, 8, 9], [7, 8]),
     ],
 )
-def test_cadence(
+def test_an_anchor_is_due_as_anchor_every_says(
     tmp_path: Path, bucket: LocalBucket, every: int, steps: list[int], anchors: list[int]
 ) -> None:
     found = states(len(steps))
@@ -294,7 +294,7 @@ def test_the_tip_again_without_a_step_finishes_an_anchor_that_is_due(
 def test_an_anchor_is_finished_at_the_tip_and_where_one_is_due_alone(
     tmp_path: Path, bucket: LocalBucket, again: dict[str, Any]
 ) -> None:
-    """For those below the tip nobody waits any more, whatever the cadence."""
+    """For those below the tip nobody waits any more, whatever anchors are due."""
     sources = write_steps(tmp_path, states(4))
     push_all(bucket, sources, anchor_every=0)
     was = content(tmp_path)

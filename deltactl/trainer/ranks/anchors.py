@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltactl.chain.anchor_policy import Cadence, Run
+from deltactl.chain.anchor_policy import AnchorPolicy, Run
 from deltactl.chain.chain import anchor_directory
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.snapshot import described
@@ -112,7 +112,7 @@ class Anchors:
         self,
         shards: Shards,
         file: ShardFile,
-        cadence: Cadence,
+        cadence: AnchorPolicy,
         since: Run | None,
         *,
         done: Callable[[Publication], None],

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltactl.chain.anchor_policy import Cadence
+from deltactl.chain.anchor_policy import AnchorPolicy
 from deltactl.chain.chain import delta_directory
 from deltactl.chain.store import Bucket
 from deltactl.core.digest import state_digest
@@ -90,7 +90,7 @@ class RankLine(Account):
         attempt: str,
         encoding: str,
         masters: Masters,
-        cadence: Cadence,
+        cadence: AnchorPolicy,
         notify: Notify | None,
     ) -> None:
         super().__init__(bucket.url, notify if layout.rank == 0 else None)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import torch
 
-from deltactl.chain.anchor_policy import Cadence, Every
+from deltactl.chain.anchor_policy import AnchorPolicy, Every
 from deltactl.chain.store import Bucket
 from deltactl.codec import DEFAULT, encoding_named
 from deltactl.trainer.capture.mirror import MEMORY, Mirror
@@ -69,7 +69,7 @@ class RanksPublisher(Stepping[RankLine]):
         optimizer: Given | None = None,
         step: int | None = None,
         encoding: str = DEFAULT,
-        anchors: Cadence = Every(),  # noqa: B008 - frozen
+        anchors: AnchorPolicy = Every(),  # noqa: B008 - frozen
         when_busy: Literal["wait", "merge"] = "wait",
         max_wait: float | None = None,
         files: Files | None = None,

@@ -13,7 +13,7 @@ from pathlib import Path
 from deltactl.chain.admission import Model
 from deltactl.chain.anchor_policy import Every, Run
 from deltactl.chain.chain import read_chain
-from deltactl.chain.next_step import Placement
+from deltactl.chain.next_step import NextStep
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.codec.bits import elements
@@ -90,7 +90,7 @@ def _plan(bucket: Bucket) -> Plan:
     if not chain.links and not chain.problems:
         return Plan(newest)
     try:
-        Placement(chain, Every(0)).next_step(None)
+        NextStep(chain, Every(0)).number(None)
         assert chain.tip is not None  # or the placement would have refused
         since, state = since_anchor(chain, chain.tip), chain.state_at(chain.tip)
         return Plan(newest, since, state, tip_model(bucket, chain))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltactl.chain.anchor_policy import Cadence, Run
+from deltactl.chain.anchor_policy import AnchorPolicy, Run
 from deltactl.chain.store import Bucket
 from deltactl.trainer.report import Publication, log
 from deltactl.trainer.upload.local_base import LocalBase, Written
@@ -35,7 +35,7 @@ class Anchors:
         self,
         bucket: Bucket,
         base: LocalBase,
-        cadence: Cadence,
+        cadence: AnchorPolicy,
         since: Run | None,
         *,
         done: Callable[[Publication], None],
@@ -87,7 +87,7 @@ class Anchors:
         self._worker.close(until)
 
 
-def is_due(cadence: Cadence, since: Run) -> bool:
+def is_due(cadence: AnchorPolicy, since: Run) -> bool:
     """What the cadence says; no, where it fails."""
     try:
         return cadence.due(since)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deltactl.chain.anchor_policy import Cadence
+from deltactl.chain.anchor_policy import AnchorPolicy
 from deltactl.chain.chain import delta_name
 from deltactl.chain.store import Bucket
 from deltactl.trainer.capture.capture import Capture
@@ -53,7 +53,7 @@ class Line(Account):
         *,
         encoding: str,
         masters: Masters,
-        cadence: Cadence,
+        cadence: AnchorPolicy,
         notify: Notify | None,
     ) -> None:
         super().__init__(bucket.url, notify)

@@ -10,7 +10,7 @@ from deltactl.chain.admission import Model
 from deltactl.chain.anchor_policy import Every, Run
 from deltactl.chain.chain import Chain, read_chain
 from deltactl.chain.model import chain_model
-from deltactl.chain.next_step import Placement
+from deltactl.chain.next_step import NextStep
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.digest import state_digest
@@ -101,7 +101,7 @@ def newest_step(bucket: Bucket) -> int:
 
 
 def _continued(bucket: Bucket, chain: Chain, directory: Path, mirror: Mirror, newest: int) -> Begin:
-    Placement(chain, Every(0)).next_step(None)
+    NextStep(chain, Every(0)).number(None)
     tip = chain.tip
     assert tip is not None  # or the placement would have refused
     rebuild(bucket, chain, directory, tip)
