@@ -15,7 +15,8 @@ from typing import Literal, TypeAlias
 
 from deltactl.bucket import open_bucket
 from deltactl.chain.anchor_policy import ANCHOR_EVERY
-from deltactl.chain.chain import Chain, read_chain
+from deltactl.chain.chain import Chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint import checkpoint as checkpoints
 from deltactl.checkpoint.checkpoint import Checkpoint

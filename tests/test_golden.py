@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from deltactl.bucket import open_bucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.checkpoint.state import state_of, tensor_states
 from deltactl.codec.golomb import read_leb128

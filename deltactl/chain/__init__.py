@@ -4,6 +4,6 @@ Asks a bucket by the protocol in ``store``, whichever bucket it is. ``check`` ho
 bytes against what their headers say; ``transfer`` moves them. Imports all rooms from ``core`` to
 ``replay``, and no bucket.
 
-Names to call: ``chain.read_chain``, ``chain.Chain``, ``store.Bucket``, ``anchor_policy``,
+Names to call: ``reading.read_chain``, ``chain.Chain``, ``store.Bucket``, ``anchor_policy``,
 ``transfer.fetching.fetched``.
 """

@@ -101,7 +101,7 @@ def doctor(
 
 def _goal(target: str, jobs: int | None) -> Goal:
     from deltactl.bucket import open_bucket
-    from deltactl.chain.chain import read_chain
+    from deltactl.chain.reading import read_chain
     from deltactl.server.goal import ChainGoal
 
     if is_delta(target):

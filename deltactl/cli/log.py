@@ -53,7 +53,7 @@ def log(
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
-    from deltactl.chain.chain import read_chain
+    from deltactl.chain.reading import read_chain
     from deltactl.chain.replaced import replaces_all
     from deltactl.ops.clean import leftovers_of
 

@@ -79,7 +79,7 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
         what = "neither a delta file nor a step of a chain"
         raise UsageError(what, found=target, hint=f"deltactl show {quote(target)}@STEP")
     from deltactl.bucket import open_bucket
-    from deltactl.chain.chain import read_chain
+    from deltactl.chain.reading import read_chain
     from deltactl.format.anchor import AnchorHeader
 
     bucket, step = named

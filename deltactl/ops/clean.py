@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from shlex import quote
 from typing import Any
 
-from deltactl.chain.chain import Chain, read_chain
+from deltactl.chain.chain import Chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket, Object
 from deltactl.core.errors import Conflict, DeltactlError, NotAllowed, NotFound
 from deltactl.files.temporary import Outcome, Unfinished

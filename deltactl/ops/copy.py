@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from deltactl.chain.chain import Chain, Link, read_chain
+from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check.links import link_faults
 from deltactl.chain.check.payload import payload_faults
 from deltactl.chain.check.stream import identity
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket, holds_bytes
 from deltactl.chain.transfer.fetching import Fetched, batches, fetched
 from deltactl.chain.transfer.snapshot import Snapshot, put_whole

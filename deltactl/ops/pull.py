@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from deltactl.chain.chain import Chain, Link, read_chain
+from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check.anchor import (
     anchor_files,
     aux_files,
@@ -20,6 +20,7 @@ from deltactl.chain.check.anchor import (
     tensor_faults,
 )
 from deltactl.chain.check.stream import FileChecker
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import Fetched, fetched
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer

@@ -10,10 +10,11 @@ from pathlib import Path
 from shlex import quote
 
 from deltactl.chain.anchor_policy import ANCHOR_EVERY, BANDWIDTH, AnchorPolicy, Every
-from deltactl.chain.chain import Chain, delta_name, read_chain
+from deltactl.chain.chain import Chain
 from deltactl.chain.check.anchor import aux_files, has_file
 from deltactl.chain.model import admit, admit_delta
 from deltactl.chain.next_step import NextStep
+from deltactl.chain.reading import read_chain
 from deltactl.chain.replaced import other_run
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.snapshot import Snapshot, put_whole, take_snapshot
@@ -33,6 +34,7 @@ from deltactl.format.delta import open_delta
 from deltactl.format.delta_header import says_delta
 from deltactl.format.delta_index import DELTA_INDEX
 from deltactl.format.header import check_step
+from deltactl.format.link_names import delta_name
 from deltactl.format.restamp import restamped
 from deltactl.ops.advice import AUTO, Advice, advise
 from deltactl.ops.diff import DiffReport, diff

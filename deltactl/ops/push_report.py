@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deltactl.chain.chain import anchor_directory, anchor_file_name, delta_name
 from deltactl.checkpoint.checkpoint import Checkpoint
+from deltactl.format.link_names import anchor_directory, anchor_file_name, delta_name
 from deltactl.ops.advice import Advice
 from deltactl.ops.diff import DiffReport
 

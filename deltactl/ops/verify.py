@@ -14,9 +14,10 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from deltactl.chain.chain import Chain, Link, read_chain
+from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check.links import doubts, link_faults, no_digests
 from deltactl.chain.check.payload import data_faults, payload_faults
+from deltactl.chain.reading import read_chain
 from deltactl.chain.replaced import delta_replaces_all, replaces_all
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import Fetched, batches, fetched

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.core.progress import Progress, silent
 from deltactl.server.drive import Drive

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
 
-from deltactl.chain.chain import Chain, read_chain
+from deltactl.chain.chain import Chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of

@@ -11,12 +11,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Protocol
 
-from deltactl.chain.chain import Chain, Link, delta_directory, delta_name
+from deltactl.chain.chain import Chain, Link
 from deltactl.codec import encoding_named
 from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
 from deltactl.files.atomic import temporary_directory
 from deltactl.format.delta import DeltaHeader, open_delta
 from deltactl.format.delta_index import DELTA_INDEX
+from deltactl.format.link_names import delta_directory, delta_name
 from deltactl.ops.pull import wanted_step
 from deltactl.server.model import Specs, check_same, specs_at, specs_of
 

@@ -22,7 +22,7 @@ from shlex import quote
 from time import monotonic
 from typing import Any, TypeVar
 
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deltactl.chain.chain import delta_directory, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.snapshot import Snapshot, take_snapshot
 from deltactl.checkpoint.checkpoint import open_checkpoint
@@ -18,6 +18,7 @@ from deltactl.core.progress import silent
 from deltactl.files.temporary import Unfinished
 from deltactl.format.anchor import INDEX
 from deltactl.format.delta_index import part_name
+from deltactl.format.link_names import delta_directory
 from deltactl.ops.clean import CleanReport, clean_bucket
 from deltactl.ops.push import push
 from deltactl.ops.verify import verify_bucket

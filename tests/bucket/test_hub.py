@@ -22,7 +22,7 @@ from deltactl.bucket import open_bucket
 from deltactl.bucket.hub import calls
 from deltactl.bucket.hub.bucket import HubBucket
 from deltactl.bucket.hub.errors import of_xet, plain, retry_after
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Object
 from deltactl.core.errors import (
     DeltactlError,

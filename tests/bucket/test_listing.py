@@ -14,7 +14,7 @@ from deltactl.bucket import open_bucket, retrying
 from deltactl.bucket.cloud import pages
 from deltactl.bucket.cloud.stores import open_objects
 from deltactl.bucket.timeouts import Timeouts
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Object
 from deltactl.core.errors import Malformed, NotAllowed, Transient
 from deltactl.ops.push import push

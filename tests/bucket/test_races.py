@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from deltactl.bucket.cloud.objects import SINGLE_BYTES
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.checkpoint.state import state_of

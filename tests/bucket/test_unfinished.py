@@ -15,9 +15,9 @@ import pytest
 
 from deltactl.bucket import open_bucket
 from deltactl.bucket.cloud.objects import SINGLE_BYTES
-from deltactl.chain.chain import delta_name
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import Malformed, NotAllowed, Unsupported
+from deltactl.format.link_names import delta_name
 from deltactl.ops.clean import clean_bucket
 from deltactl.ops.push import push
 from tests.support.azure_server import AzureServer

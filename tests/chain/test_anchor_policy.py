@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltactl.chain.anchor_policy import REPLAY_SECONDS, Adaptive, Every, Run
-from deltactl.chain.chain import read_chain
 from deltactl.chain.next_step import NextStep
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import UsageError
 from tests.support.chains import make_chain
 

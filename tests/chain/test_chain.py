@@ -9,15 +9,10 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import (
-    Chain,
-    anchor_directory,
-    anchor_file_name,
-    delta_name,
-    read_chain,
-    read_links,
-)
+from deltactl.chain.chain import Chain
+from deltactl.chain.reading import read_chain, read_links
 from deltactl.core.errors import Malformed, NotFound
+from deltactl.format.link_names import anchor_directory, anchor_file_name, delta_name
 from deltactl.ops.push import push
 from tests.support.chains import make_chain, states, write
 from tests.support.checkpoints import flip_bit

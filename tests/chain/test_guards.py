@@ -9,7 +9,7 @@ import pytest
 
 from deltactl.bucket import open_bucket
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import Malformed, NotAllowed, NotFound, Transient, UsageError
 from deltactl.files.atomic import atomic_directory

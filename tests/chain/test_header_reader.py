@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_name, read_chain
 from deltactl.chain.header_reader import HeaderReader
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import Malformed
+from deltactl.format.link_names import delta_name
 from deltactl.ops.diff import diff
 from deltactl.ops.push import push
 from tests.support.chains import Tensors, write

@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import Link, delta_name, read_chain
+from deltactl.chain.chain import Link
+from deltactl.chain.reading import read_chain
 from deltactl.chain.replaced import delta_replaces_all, keeps_nothing, replaces_all
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.format.delta import open_delta
 from deltactl.format.header import Record
+from deltactl.format.link_names import delta_name
 from deltactl.ops.diff import diff
 from deltactl.ops.push import push
 from deltactl.ops.verify import verify_bucket, verify_delta

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import anchor_directory, anchor_file_name, delta_name, read_chain
 from deltactl.chain.check.stream import Unchecked
+from deltactl.chain.reading import read_chain
 from deltactl.chain.transfer import ranges as transfer_module
 from deltactl.chain.transfer.ranges import Wanted
 from deltactl.core.errors import Malformed, NotAllowed, NotFound, Transient, UsageError
@@ -22,6 +22,7 @@ from deltactl.core.progress import silent
 from deltactl.files.downloads import download_place, kept_downloads
 from deltactl.files.parallel import Meter
 from deltactl.format.delta import Delta
+from deltactl.format.link_names import anchor_directory, anchor_file_name, delta_name
 from deltactl.ops import pull as pull_module
 from deltactl.ops.pull import PullReport, pull
 from deltactl.ops.verify import verify_bucket

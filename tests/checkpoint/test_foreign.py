@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.checkpoint.foreign import check_zip
 from deltactl.core.errors import DeltactlError, Malformed, NotFound, Unsupported

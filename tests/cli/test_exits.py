@@ -66,7 +66,7 @@ def test_every_error_of_the_library_has_a_case_here() -> None:
 def test_an_error_gives_its_status_and_one_message(
     error: BaseException, code: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltactl.chain.chain.read_chain", raising(error))
+    monkeypatch.setattr("deltactl.chain.reading.read_chain", raising(error))
     ran = cli("log", "bucket")
     assert ran.code == code
     assert code in exits.MEANINGS
@@ -108,7 +108,7 @@ def test_all_facts_are_printed_and_are_in_the_json(
         found="bb",
         hint="deltactl verify b",
     )
-    monkeypatch.setattr("deltactl.chain.chain.read_chain", raising(error))
+    monkeypatch.setattr("deltactl.chain.reading.read_chain", raising(error))
     human, quiet, made = cli("log", "b"), cli("log", "b", "-q"), cli("log", "b", "--json")
     message, hint = human.stderr.splitlines()
     assert message.startswith("error: step 7, deltas/step_000007.safetensors, tensor 'lm_head.wei")
@@ -133,7 +133,7 @@ def test_all_facts_are_printed_and_are_in_the_json(
 def test_an_unexpected_exception_keeps_its_traceback_and_the_json_contract(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltactl.chain.chain.read_chain", raising(KeyError("x")))
+    monkeypatch.setattr("deltactl.chain.reading.read_chain", raising(KeyError("x")))
     result = CliRunner().invoke(app, ["log", "b", "--json"])
     assert isinstance(result.exception, KeyError)
     assert result.exit_code == 1
@@ -144,7 +144,7 @@ def test_a_full_disk_is_told_with_the_file_and_a_way_out(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/chain/x")
-    monkeypatch.setattr("deltactl.chain.chain.read_chain", raising(error))
+    monkeypatch.setattr("deltactl.chain.reading.read_chain", raising(error))
     ran = cli("log", "b")
     assert "/mnt/chain/x: no space left on device" in ran.stderr
     assert "hint: free some space" in ran.stderr

@@ -12,8 +12,8 @@ import pytest
 
 import deltactl
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_name
 from deltactl.core.errors import Conflict
+from deltactl.format.link_names import delta_name
 from deltactl.trainer.upload.put import put_link
 from tests.cli.conftest import Checkpoints, Cli
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltactl.bucket import open_bucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Malformed
 from deltactl.demo.game import game, tokens
 from deltactl.demo.game.rollouts import (

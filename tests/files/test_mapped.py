@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import anchor_file_name, delta_name
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.files import mapped
@@ -25,6 +24,7 @@ from deltactl.files.atomic import atomic_directory, atomic_file
 from deltactl.files.mapped import map_bytes, mapped_fault
 from deltactl.files.parallel import Meter, map_largest_first
 from deltactl.format.delta import open_delta
+from deltactl.format.link_names import anchor_file_name, delta_name
 from deltactl.ops.apply import apply_delta, write_result
 from deltactl.ops.diff import diff
 from deltactl.ops.pull import pull

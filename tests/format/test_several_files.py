@@ -14,12 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_directory, delta_name, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.cli.app import app
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.files.safetensors import read_header
 from deltactl.format.delta import open_delta
 from deltactl.format.delta_index import DELTA_INDEX, delta_index, part_name
+from deltactl.format.link_names import delta_directory, delta_name
 from deltactl.ops.apply import apply_delta
 from deltactl.ops.copy import copy_chain
 from deltactl.ops.pull import materialize, pull

@@ -30,8 +30,8 @@ import numpy as np
 from blake3 import blake3
 
 from deltactl.bucket import open_bucket
-from deltactl.chain.chain import delta_directory
 from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.format.link_names import delta_directory
 from deltactl.ops.diff import diff
 from deltactl.ops.push import push
 from tests.support.checkpoints import (

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import NotAllowed, NotFound, Transient
 from deltactl.files.atomic import atomic_directory, temporary_file
 from deltactl.files.cache import cache_root, tip_cache

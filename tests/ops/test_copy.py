@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import anchor_directory, delta_name, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
+from deltactl.format.link_names import anchor_directory, delta_name
 from deltactl.ops.copy import CopyReport, copy_chain
 from deltactl.ops.pull import pull
 from deltactl.ops.push import push

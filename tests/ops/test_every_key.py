@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import anchor_directory, anchor_file_name, delta_directory, delta_name
 from deltactl.core.digest import TensorState, state_digest
 from deltactl.core.errors import Malformed
 from deltactl.format.delta_index import DELTA_INDEX
+from deltactl.format.link_names import (
+    anchor_directory,
+    anchor_file_name,
+    delta_directory,
+    delta_name,
+)
 from deltactl.format.tensor_table import elements_of
 from deltactl.ops.apply import apply_delta
 from deltactl.ops.pull import pull

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import anchor_directory, anchor_file_name, delta_name, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import (
     Conflict,
     DeltactlError,
@@ -23,6 +23,7 @@ from deltactl.core.errors import (
     Transient,
     UsageError,
 )
+from deltactl.format.link_names import anchor_directory, anchor_file_name, delta_name
 from deltactl.ops import pull as pull_module
 from deltactl.ops.destination import MARKER
 from deltactl.ops.pull import pull

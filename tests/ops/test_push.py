@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
 from deltactl.files.cache import tip_cache

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import anchor_directory, delta_name, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Malformed, NotFound, UsageError
 from deltactl.format.anchor import AnchorHeader
+from deltactl.format.link_names import anchor_directory, delta_name
 from deltactl.ops.pull import pull
 from deltactl.ops.push import push
 from deltactl.ops.verify import LEVELS, VerifyReport, verify_bucket, verify_delta

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.server.update import Options
 from tests.support.chains import make_chain, states
 from tests.support.vllm_standin import StandIn

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import Audited, audit_servers

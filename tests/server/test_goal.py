@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import Chain, read_chain
+from deltactl.chain.chain import Chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Conflict, Malformed, NotFound, Unproven, UsageError
 from deltactl.server.apply import apply_delta_to_servers, apply_to_servers
 from deltactl.server.goal import ChainGoal

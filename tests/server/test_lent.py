@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_directory, delta_name, read_links
+from deltactl.chain.reading import read_links
 from deltactl.format.delta import open_delta
 from deltactl.format.delta_index import DELTA_INDEX
+from deltactl.format.link_names import delta_directory, delta_name
 from deltactl.server.goal import lent
 from tests.support.chains import make_delta, states
 from tests.support.several import write_parts

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.server.apply import apply_delta_to_servers, apply_to_servers
 from deltactl.server.audit import audit_servers

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Object
 from deltactl.ops.pull import pull
 from deltactl.ops.verify import verify_bucket

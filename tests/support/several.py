@@ -10,11 +10,11 @@ from pathlib import Path
 from blake3 import blake3
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_directory
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.digest import TensorState
 from deltactl.files.safetensors import read_header
 from deltactl.format.delta_index import DELTA_INDEX, delta_index, part_name
+from deltactl.format.link_names import delta_directory
 from deltactl.ops.diff import diff
 from deltactl.ops.push import push
 from tests.support.chains import write_steps

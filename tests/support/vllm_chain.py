@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from deltactl.bucket import open_bucket
-from deltactl.chain.chain import delta_name, read_chain
+from deltactl.chain.reading import read_chain
+from deltactl.format.link_names import delta_name
 from deltactl.ops.push import push
 from tests.support.checkpoints import Spec, read_tensors, write_safetensors
 from tests.support.vllm_models import write_model

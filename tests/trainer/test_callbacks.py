@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import NotAllowed
 from deltactl.demo.tiny_model import quiet
 from deltactl.ops.pull import pull

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.core.errors import Conflict
 from deltactl.trainer import Publisher
 from tests.support.publishing import adamw, assert_chain, bits_of, small, update

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.codec import ENCODINGS
 from deltactl.core.errors import Conflict, NotAllowed, Unsupported, UsageError
 from deltactl.format.delta import DeltaHeader

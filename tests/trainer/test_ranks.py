@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.ops.pull import pull
 from deltactl.ops.verify import verify_bucket
 from tests.support.publishing import assert_chain, rebuilt

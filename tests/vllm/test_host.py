@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_name, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.checkpoint.state import state_of
 from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, Unproven
+from deltactl.format.link_names import delta_name
 from deltactl.vllm.update import host
 from deltactl.vllm.update.host import checkpoint_at, open_links
 from tests.support.chains import AUX, content, make_chain, next_state, states

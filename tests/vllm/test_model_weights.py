@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_name, read_chain
+from deltactl.chain.reading import read_chain
 from deltactl.checkpoint.checkpoint import Checkpoint
+from deltactl.format.link_names import delta_name
 from deltactl.ops.push import push
 from deltactl.vllm.layout.proven import known
 from deltactl.vllm.update.model_weights import ModelWork, Told

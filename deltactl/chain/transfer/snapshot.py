@@ -10,7 +10,6 @@ from pathlib import Path
 from shlex import quote
 from typing import TypeVar
 
-from deltactl.chain.chain import anchor_directory, anchor_file_name
 from deltactl.chain.store import Bucket, holds_bytes
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
@@ -19,7 +18,7 @@ from deltactl.core.progress import Progress
 from deltactl.core.threads import map_requests
 from deltactl.files.parallel import Meter
 from deltactl.format.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
-from deltactl.format.link_names import step_of
+from deltactl.format.link_names import anchor_directory, anchor_file_name, step_of
 from deltactl.replay.rebuild import SINGLE, Written, write_directory, write_file
 
 R = TypeVar("R")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltactl.chain.chain import Link, read_chain
+from deltactl.chain.chain import Link
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.codec import ENCODINGS
 from deltactl.codec.bits import element_bytes

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltactl.chain.anchor_policy import AnchorPolicy, Run
-from deltactl.chain.chain import anchor_directory
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.snapshot import described
 from deltactl.core.digest import TensorState, hasher, state_digest
@@ -17,6 +16,7 @@ from deltactl.core.errors import Malformed
 from deltactl.files.safetensors import Header
 from deltactl.format.anchor import INDEX, AnchorFile, anchor_index
 from deltactl.format.header import utf8
+from deltactl.format.link_names import anchor_directory
 from deltactl.trainer.ranks.shard import Shard, ShardFile, states_in
 from deltactl.trainer.ranks.watch import Watch
 from deltactl.trainer.report import Publication

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltactl.chain.anchor_policy import AnchorPolicy
-from deltactl.chain.chain import delta_directory
 from deltactl.chain.store import Bucket
 from deltactl.core.digest import state_digest
 from deltactl.format.delta_index import DELTA_INDEX, delta_index, parse_delta_index, part_name
+from deltactl.format.link_names import delta_directory
 from deltactl.format.tensor_table import elements_of
 from deltactl.trainer.capture.capture import Capture
 from deltactl.trainer.capture.encode import States, write_delta

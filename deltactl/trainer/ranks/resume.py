@@ -12,8 +12,8 @@ from pathlib import Path
 
 from deltactl.chain.admission import Model
 from deltactl.chain.anchor_policy import Every, Run
-from deltactl.chain.chain import read_chain
 from deltactl.chain.next_step import NextStep
+from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.codec.bits import elements

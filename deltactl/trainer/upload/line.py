@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deltactl.chain.anchor_policy import AnchorPolicy
-from deltactl.chain.chain import delta_name
 from deltactl.chain.store import Bucket
+from deltactl.format.link_names import delta_name
 from deltactl.trainer.capture.capture import Capture
 from deltactl.trainer.capture.encode import write_delta
 from deltactl.trainer.model.masters import Masters

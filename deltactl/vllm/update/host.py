@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 
-from deltactl.chain.chain import Chain, Link, read_chain, read_links
+from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check.stream import identity
+from deltactl.chain.reading import read_chain, read_links
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import fetched
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint

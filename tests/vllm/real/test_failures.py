@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.chain import delta_name, read_chain
+from deltactl.chain.reading import read_chain
+from deltactl.format.link_names import delta_name
 from deltactl.ops.push import push
 from tests.support.checkpoints import flip_bit, read_tensors
 from tests.support.fault_proxy import FaultProxy, refuse, status
