@@ -47,6 +47,7 @@ _SHOWN = 20  # tensors that are named on the screen
         "base_state": "state digest of A",
         "result_state": "state digest of B",
         "identical": "whether the two states are one",
+        "notes": "what is odd about the values, such as NaN that was not there, a sentence each",
         "file": "where the delta was written; null where it was only measured",
         "tensors": "changed tensors: name, kind (sparse, dense, added, removed), dtype, shape, "
         "changed, elements, bytes, base_dtype, base_shape (both null unless replaced)",
@@ -114,6 +115,8 @@ def diff(
         advice = advise(base, result, rate) if encoding == "auto" else None
         taken = encoding if advice is None else advice.encoding
         report = make_delta(base, result, target, encoding=taken, step=step, progress=progress)
+    for note in report.notes:
+        screen.warn(note)
     document = {**_document(report, out), "advice": advice_document(advice)}
     stream = sys.stderr if to_stdout else None
     screen.result(document, lambda: [*_lines(report, out), *advice_lines(advice)], stream=stream)
@@ -146,6 +149,7 @@ def _document(report: DiffReport, out: Path | None) -> dict[str, Any]:
         "base_state": report.base_state,
         "result_state": report.result_state,
         "identical": report.identical,
+        "notes": report.notes,
         "file": None if out is None else str(out),
         "tensors": [record_document(record) for record in report.records],
     }

@@ -36,13 +36,15 @@ from deltactl.format.header import (
     seal,
     utf8,
 )
+from deltactl.ops.oddities import Changed, Odd, exchanged, is_floating, odd_whole, sentences
 
 _CHUNK = 1 << 22  # bytes of each looked at together: less costs more calls, more leaves the cache
 
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What ``diff`` found. Sizes in bytes; ``records`` in order of name."""
+    """What ``diff`` found. Sizes in bytes; ``records`` in order of name; ``notes``: what is odd
+    about the values, a sentence each."""
 
     encoding: str
     base_state: str
@@ -53,6 +55,7 @@ class DiffReport:
     checkpoint_bytes: int
     records: tuple[Record, ...]
     result_tensors: tuple[TensorState, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def identical(self) -> bool:
@@ -80,13 +83,14 @@ class DiffReport:
 class Compared:
     """One tensor's outcome: its state on each side, and how the delta carries it, if at all.
 
-    A record's ``nbytes`` are filled in by ``report_of``.
+    A record's ``nbytes`` are filled in by ``report_of``. ``odd``: what is odd about its values.
     """
 
     before: TensorState | None
     after: TensorState | None
     record: Record | None
     parts: tuple[Part, ...]
+    odd: Odd | None = None
 
 
 def diff(
@@ -163,7 +167,8 @@ def _compare(
     record = Record(after.name, "added", after.dtype, after.shape, count, new.digest)
     if before is not None:
         record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
-    return Compared(old, new, record, (_dense(after),))
+    odd = odd_whole(after.name, after.dtype, elements(after.data, after.dtype))
+    return Compared(old, new, record, (_dense(after),), odd)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
@@ -210,6 +215,7 @@ class _Comparison:
         self._dtype = before.dtype
         self._blocks: list[EncodedBlock] = []
         self._old_sum = self._new_sum = 0
+        self._changed = Changed(after.name, after.dtype)
 
     def run(self) -> Compared:
         for start in range(0, self._old.size, BLOCK):
@@ -218,7 +224,7 @@ class _Comparison:
         new = self._state(self._after, self._new_hash)
         if not self._blocks:
             return Compared(old, new, None, ())
-        return Compared(old, new, *self._record(new))
+        return Compared(old, new, *self._record(new), self._changed.odd(self._new))
 
     @staticmethod
     def _state(tensor: Tensor, digest: Any) -> TensorState:
@@ -234,6 +240,7 @@ class _Comparison:
             return
         before = np.concatenate([changes.before for changes in found])
         after = np.concatenate([changes.after for changes in found])
+        self._changed.see(before, after)
         streams = self._codec.encode(self._old[start:stop], positions, before, after, self._dtype)
         segments = tuple(map(self._spool.append, streams))
         self._blocks.append(EncodedBlock(start // BLOCK, positions.size, segments))
@@ -293,7 +300,14 @@ def report_of(
         checkpoint_bytes=checkpoint_bytes,
         records=records,
         result_tensors=after,
+        notes=_odd(compared),
     )
+
+
+def _odd(compared: Sequence[Compared]) -> tuple[str, ...]:
+    floating = sum(c.after is not None and is_floating(c.after.dtype) for c in compared)
+    both = ((c.before, c.after) for c in compared if c.before is not None and c.after is not None)
+    return sentences([c.odd for c in compared if c.odd is not None], floating) + exchanged(both)
 
 
 class DeltaWriter:

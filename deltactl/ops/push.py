@@ -38,6 +38,7 @@ from deltactl.format.link_names import delta_name
 from deltactl.format.restamp import restamped
 from deltactl.ops.advice import AUTO, Advice, advise
 from deltactl.ops.diff import DiffReport, diff
+from deltactl.ops.oddities import of_first
 from deltactl.ops.pull import materialize
 from deltactl.ops.push_report import PushReport, delta_report, with_size
 
@@ -133,7 +134,7 @@ class _Publisher:
             admitted = admit(checkpoint, self._bucket, self._chain, allow=self.allows_other_model)
             if tip is None or admitted.other:
                 report = self._whole(checkpoint, step, keep=base is None)
-                return replace(report, notes=admitted.notes)
+                return replace(report, notes=admitted.notes + of_first(checkpoint))
             with self._scratch() as scratch:
                 delta = scratch / "delta"
                 found = self._diff(checkpoint, base, delta, step)
@@ -144,7 +145,9 @@ class _Publisher:
                 report = replace(
                     delta_report(found, step, self._dry_run),
                     advice=self._advice,
-                    notes=admitted.notes + other_run(found.records, found.total_elements),
+                    notes=admitted.notes
+                    + other_run(found.records, found.total_elements)
+                    + found.notes,
                 )
                 return self._write(checkpoint, report, delta, keep=base is None)
 

@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deltactl.cli.app import app
-from tests.support.checkpoints import changed, random_tensor, write_hf_directory
+from tests.support.checkpoints import changed, random_weights, write_hf_directory
 from tests.support.fixtures import unprivileged
 
 __all__ = ["unprivileged"]
@@ -107,9 +107,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     """Three steps; 1 % of the elements change at each, and one tensor never does. Read only."""
     root = tmp_path_factory.mktemp("checkpoints")
     tensors = {
-        f"model.layers.{n}.weight": random_tensor("BF16", (32, 32), seed=n) for n in range(3)
+        f"model.layers.{n}.weight": random_weights("BF16", (32, 32), seed=n) for n in range(3)
     }
-    tensors["model.norm.weight"] = random_tensor("F32", (32,), seed=9)
+    tensors["model.norm.weight"] = random_weights("F32", (32,), seed=9)
     paths = []
     for step in (1, 2, 3):
         path = root / f"step_{step}"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cli.conftest import Checkpoints, Cli
 from tests.support.chains import content
-from tests.support.checkpoints import random_tensor, write_hf_directory
+from tests.support.checkpoints import random_weights, write_hf_directory
 from tests.support.foreign import FOREIGN, LFS
 
 MODES = pytest.mark.parametrize("flag", ["", "--json", "-q"])
@@ -22,7 +22,7 @@ def flags(flag: str) -> list[str]:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """A model of another architecture."""
-    tensors = {f"h.{n}.weight": random_tensor("BF16", (8, 8), n) for n in range(3)}
+    tensors = {f"h.{n}.weight": random_weights("BF16", (8, 8), n) for n in range(3)}
     config = {"config.json": json.dumps({"model_type": "other"})}
     return write_hf_directory(tmp_path / "other", tensors, aux=config)
 
@@ -95,10 +95,10 @@ def test_another_model(flag: str, cli: Cli, bucket: Path, other: Path) -> None:
 
 @MODES
 def test_a_new_head_is_said(flag: str, cli: Cli, checkpoints: Checkpoints, tmp_path: Path) -> None:
-    tensors = {f"model.layers.{n}.weight": random_tensor("BF16", (32, 32), n) for n in range(3)}
+    tensors = {f"model.layers.{n}.weight": random_weights("BF16", (32, 32), n) for n in range(3)}
     bucket = tmp_path / "to"
     assert cli("push", write_hf_directory(tmp_path / "a", tensors), bucket).code == 0
-    tensors["score.weight"] = random_tensor("BF16", (1, 32), 7)
+    tensors["score.weight"] = random_weights("BF16", (1, 32), 7)
     ran = cli("push", write_hf_directory(tmp_path / "b", tensors), bucket, *flags(flag))
     assert ran.code == 0
     assert ran.stderr == "warning: 1 tensor is new: score.weight\n"
@@ -165,7 +165,7 @@ def test_a_link_that_replaces_everything(flag: str, cli: Cli, bucket: Path, othe
 def test_another_runs_weights(flag: str, cli: Cli, tmp_path: Path) -> None:
     bucket = tmp_path / "to"
     for n in range(2):
-        tensors = {f"h.{m}.weight": random_tensor("BF16", (8, 64), 10 * n + m) for m in range(3)}
+        tensors = {f"h.{m}.weight": random_weights("BF16", (8, 64), 10 * n + m) for m in range(3)}
         ran = cli("push", write_hf_directory(tmp_path / f"{n}", tensors), bucket, *flags(flag))
         assert ran.code == 0
     said = "1,536 of 1,536 elements changed: these look like another run's weights"

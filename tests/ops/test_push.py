@@ -18,6 +18,7 @@ from deltactl.files.cache import tip_cache
 from deltactl.format.delta import open_delta
 from deltactl.format.delta_index import DELTA_INDEX
 from deltactl.ops.diff import diff
+from deltactl.ops.oddities import of_first
 from deltactl.ops.pull import pull
 from deltactl.ops.push import PushReport, push
 from deltactl.ops.verify import verify_bucket
@@ -96,7 +97,7 @@ def test_the_first_push_of_a_directory_is_an_anchor_that_is_a_checkpoint(
     }
     assert holds(anchor, first_state())
     with open_checkpoint(anchor) as checkpoint:
-        total = checkpoint.total_elements
+        total, odd = checkpoint.total_elements, of_first(checkpoint)
     assert report == PushReport(
         step=1,
         kind="anchor",
@@ -107,6 +108,7 @@ def test_the_first_push_of_a_directory_is_an_anchor_that_is_a_checkpoint(
         total_elements=total,
         dry_run=False,
         files=report.files,
+        notes=odd,
     )
     assert sorted(report.files) == names(bucket)
     assert report.files[-1].endswith("index.json"), "what makes it visible comes last"

@@ -39,6 +39,14 @@ def random_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Spec:
     return dtype, shape, bytes(byte & 1 for byte in data) if dtype == "BOOL" else data
 
 
+def random_weights(dtype: str, shape: tuple[int, ...], seed: int = 0) -> Spec:
+    """Random bits of BF16, F16 or F32 that are finite: the exponent's highest bit is 0."""
+    _, _, data = random_tensor(dtype, shape, seed)
+    width = BITS[dtype] // 8
+    top = (byte & 0xBF if at % width == width - 1 else byte for at, byte in enumerate(data))
+    return dtype, shape, bytes(top)
+
+
 def changed(spec: Spec, fraction: float = 0.01, seed: int = 0) -> Spec:
     """The same tensor with about ``fraction`` of its elements one up in their lowest byte.
 

@@ -18,6 +18,7 @@ from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.format.delta_header import DENSE
 from deltactl.format.header import Record, utf8
 from deltactl.ops.diff import Compared, DeltaWriter, DiffReport, part_bytes, report_of
+from deltactl.ops.oddities import Changed, odd_whole
 from deltactl.trainer.capture.capture import Capture, ChunkChange, TensorChange
 from deltactl.trainer.capture.mirror import Held
 
@@ -99,6 +100,7 @@ class _Tensor:
         self._change: TensorChange = capture.changes[name]
         self._held = capture.mirror.tensors.get(name)
         self._before, self._codec, self._spool, self._threads = before, codec, spool, threads
+        self._changed = Changed(name, "" if self._held is None else self._held.dtype)
 
     def compared(self) -> Compared:
         """Digest it, encode what changed."""
@@ -109,11 +111,12 @@ class _Tensor:
             return Compared(before, None, gone, ())
         after = digest_of(held, self._threads)
         if self._change.kind == "sparse":
-            return Compared(before, after, *self._sparse(held, after))
+            return Compared(before, after, *self._sparse(held, after), self._changed.odd(held.bits))
         record = Record(held.name, "added", held.dtype, held.shape, held.bits.size, after.digest)
         if before is not None:
             record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
-        return Compared(before, after, record, (_dense(held),))
+        odd = odd_whole(held.name, held.dtype, held.bits)
+        return Compared(before, after, record, (_dense(held),), odd)
 
     def _sparse(self, held: Held, after: TensorState) -> tuple[Record, tuple[Part, ...]]:
         blocks = [self._block(held, number, chunks) for number, chunks in self._chunks_by_block()]
@@ -140,6 +143,7 @@ class _Tensor:
         )
         before = np.concatenate([c.before for c in found])
         after = np.concatenate([c.after for c in found])
+        self._changed.see(before, after)
         base = _as_before(block, positions, before) if self._codec.needs_base else block
         streams = self._codec.encode(base, positions, before, after, held.dtype)
         return EncodedBlock(number, positions.size, tuple(map(self._spool.append, streams)))

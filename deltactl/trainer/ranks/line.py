@@ -14,6 +14,7 @@ from deltactl.core.digest import state_digest
 from deltactl.format.delta_index import DELTA_INDEX, delta_index, parse_delta_index, part_name
 from deltactl.format.link_names import delta_directory
 from deltactl.format.tensor_table import elements_of
+from deltactl.ops.oddities import of_first
 from deltactl.trainer.capture.capture import Capture
 from deltactl.trainer.capture.encode import States, write_delta
 from deltactl.trainer.capture.mirror import Mirror
@@ -145,6 +146,7 @@ class RankLine(Account):
     def _first(self, taken: Taken) -> Job:
         shard = self._file.write(self._owned.checkpoint())
         self._states = {state.name: state for state in shard.tensors}
+        self._odd(taken.step, of_first(self._owned.checkpoint()))
 
         def put() -> None:
             found = self._shards.put(shard, taken.step)
@@ -170,6 +172,7 @@ class RankLine(Account):
             capture, self._states, path, encoding=self._encoding, step=step, base_step=base_step
         )
         self._states = made.states
+        self._odd(step, made.report.notes)
         self._anchors.add(Loose(step, path, made.report.delta_bytes))
         place = delta_directory(step)
         names = [part_name(number, self._count, self._attempt) for number in range(self._count)]

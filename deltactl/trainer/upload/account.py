@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from deltactl.core.errors import Conflict, Unsupported, UsageError
@@ -55,6 +55,11 @@ class Account(ABC):
             )  # fmt: skip
         else:
             log.warning("a step got no link of its own, the next one has its changes: %s", error)
+
+    def _odd(self, step: int, notes: Iterable[str]) -> None:
+        """Tell what is odd about a step's values; it is published all the same."""
+        for note in notes:
+            log.warning("step %d: %s", step, note)
 
     # On the threads that put.
 

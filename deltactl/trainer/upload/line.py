@@ -8,6 +8,7 @@ from pathlib import Path
 from deltactl.chain.anchor_policy import AnchorPolicy
 from deltactl.chain.store import Bucket
 from deltactl.format.link_names import delta_name
+from deltactl.ops.oddities import of_first
 from deltactl.trainer.capture.capture import Capture
 from deltactl.trainer.capture.encode import write_delta
 from deltactl.trainer.model.masters import Masters
@@ -95,6 +96,7 @@ class Line(Account):
         mirror = captured.capture.mirror
         written = self._base.write(mirror.checkpoint(), captured.step)
         self._states = {tensor.name: tensor for tensor in written.tensors}
+        self._odd(captured.step, of_first(mirror.checkpoint()))
         found = _publication(captured, "anchor", mirror.total_elements, written.snapshot.state)
 
         def put() -> None:
@@ -118,6 +120,7 @@ class Line(Account):
         )
         self._states = made.states
         report = made.report
+        self._odd(captured.step, report.notes)
         found = replace(
             _publication(captured, "delta", report.total_elements, report.result_state),
             changed_elements=report.changed_elements,
