@@ -112,13 +112,16 @@ def verify_bucket(
     progress: Progress = silent,
 ) -> VerifyReport:
     """Verify all links of a chain; with ``against``, also that a step (the tip by default) has the
-    bits of a checkpoint. Raises NotFound for no such bucket, UsageError, and what the bucket
-    raises.
+    bits of a checkpoint. Raises NotFound for no such bucket, and for one without a chain,
+    UsageError, and what the bucket raises.
     """
     check_level(level)
     if step is not None and against is None:
         raise UsageError("--step goes with --against", hint="add --against CKPT, or drop --step")
     chain = read_chain(bucket)
+    if not chain.links and not chain.problems:
+        what = "there is nothing to verify: the bucket holds no chain"
+        raise NotFound(what, file=chain.url, hint=f"deltactl push CKPT {quote(chain.url)}")
     report = VerifyReport(level, links=len(chain.links) + len(chain.problems))
     report.steps = len(chain.steps)
     report.replaced = [link.name for link in chain.links if replaces_all(chain, link)]
@@ -147,9 +150,6 @@ def _verify_links(chain: Chain, tables: dict[int, Table], report: VerifyReport) 
     Fills ``tables``: the tensors of each step, as far as they are known.
     """
     faults = list(chain.problems)
-    if not chain.links and not faults:
-        what = "there is nothing to verify: the bucket holds no link"
-        faults.append(NotFound(what, file=chain.url))
     first = chain.links[0] if chain.links else None
     # Where all before an anchor was removed its step's delta may be left: it is not needed.
     if first is not None and first.kind != "anchor" and first.step not in chain.starts:

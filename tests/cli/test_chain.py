@@ -338,8 +338,28 @@ def test_verify_names_every_fault(flag: str, cli: Cli, bucket: Path) -> None:
 def test_verify_of_nothing_is_no_pass(flag: str, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     ran = cli("verify", tmp_path / "empty", *flags(flag))
-    assert ran.code == 3
+    assert ran.code == 10
     assert "nothing to verify" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["log"], ["show"], ["stats"], ["verify"], ["pull", ..., "dest"], ["copy", ..., "dest"]],
+    ids=lambda command: command[0],
+)
+def test_a_directory_without_a_chain_is_not_found_by_any_verb(
+    command: list[Any], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    verb, *others = command
+    ran = cli(verb, "empty@1" if verb == "show" else "empty", *others[1:])
+    assert ran.code == 10, ran.stderr
+    assert not (tmp_path / "dest").exists()
+
+
+@MODES
+def test_verify_of_no_bucket(flag: str, cli: Cli, tmp_path: Path) -> None:
     assert cli("verify", tmp_path / "none", *flags(flag)).code == 10
 
 

@@ -144,13 +144,9 @@ def test_empty_is_not_a_pass(tmp_path: Path, level: str, there: str) -> None:
         (root / "README.md").write_text("nothing here")
     elif there == "an unfinished anchor":
         write_safetensors(directory / "model.safetensors", first_state())
-    report = verify(root, level)
-    assert not report.ok
-    assert report.links == 0
-    assert [row["what"] for row in report.errors] == [
-        "there is nothing to verify: the bucket holds no link"
-    ]
-    assert report.errors[0]["file"] == str(root)
+    with pytest.raises(NotFound, match="nothing to verify: the bucket holds no chain") as caught:
+        verify(root, level)
+    assert caught.value.file == str(root)
 
 
 def test_no_bucket(tmp_path: Path) -> None:
