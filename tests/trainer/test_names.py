@@ -205,3 +205,17 @@ def test_accelerates_optimizer_steps_when_gradients_are_whole(tmp_path: Path) ->
             if batch % 2:
                 expected[batch // 2 + 1] = bits_of(model.state_dict())
     assert_chain(LocalBucket(tmp_path / "bucket"), expected, tmp_path)
+
+
+def test_a_name_for_a_tied_twin_that_is_not_saved_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, False))
+    model[1].weight = model[0].weight
+    naming = Naming(model, {"1.weight": "x"})
+    assert naming.tensors().keys() == {"0.weight"}
+    naming.tensors()
+    said = "names= has no effect for 1.weight: tied to, and saved under the name of, another tensor"
+    assert caplog.messages == [said]
+    Naming(model, {"0.weight": "x", "1.weight": None}).tensors()
+    assert caplog.messages == [said]

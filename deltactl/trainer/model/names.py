@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from deltactl.core.errors import UsageError, listed
 from deltactl.trainer.model.publishable import check_model, loaded_class
+from deltactl.trainer.report import log
 
 Names = Callable[[str], str | None] | Mapping[str, str | None]
 """From a name of the model's ``state_dict`` to the checkpoint's; None leaves the tensor out. Names
@@ -67,6 +68,7 @@ class Naming:
             return self._as_saved(found)
         if not self._looked:
             _check_known(self._model, self._names)
+            _tell_twins(self._model, self._names, found)
             self._looked = True
         return _renamed(found, self._names)
 
@@ -132,6 +134,19 @@ def _check_known(model: torch.nn.Module, names: Names) -> None:
             found=listed(unknown),
             hint="leave it out of names=, or write it as model.state_dict() has it, without what "
             "wrappers add",
+        )
+
+
+def _tell_twins(model: torch.nn.Module, names: Names, kept: Tensors) -> None:
+    """Log which names of a mapping have no effect, as their tensor is saved under its twin's."""
+    if not isinstance(names, Mapping):
+        return
+    others = {plain for _, plain, _ in _all(model)} - kept.keys()
+    lost = sorted(name for name in others & names.keys() if names[name] not in (None, name))
+    if lost:
+        log.warning(
+            "names= has no effect for %s: tied to, and saved under the name of, another tensor",
+            listed(lost),
         )
 
 
