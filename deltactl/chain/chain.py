@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from shlex import quote
@@ -71,6 +72,23 @@ class Link:
         return self.header.sparsity if isinstance(self.header, DeltaHeader) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Links that lead to a step, in the order in which they are applied: an anchor and deltas, or,
+    where ``anchor`` is None, deltas alone, upon a step that is held."""
+
+    anchor: Link | None
+    deltas: tuple[Link, ...]
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return self.deltas if self.anchor is None else (self.anchor, *self.deltas)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(link.bytes for link in self.links)
+
+
 class Chain:
     """The links of a bucket, in order of step, a step's delta before its anchor.
 
@@ -124,6 +142,21 @@ class Chain:
         """The state that a step leads to; None where TRL's links do not say."""
         return self._states.get(step)
 
+    def states(self, last: int | None = None) -> dict[str, int]:
+        """The states that are known, and the newest step that each is, by default of all; else of
+        those up to ``last``, and where none is, the first above."""
+        found: dict[str, int] = {}
+        for step in self.steps:
+            state = self._states[step]
+            if state is not None and (last is None or step <= last or state not in found):
+                found[state] = step
+        return found
+
+    def newer(self, step: int | None) -> tuple[int, ...]:
+        """The steps above one, or above none at all, that the bucket has objects for; those that
+        are above the tip cannot be rebuilt."""
+        return tuple(n for n in self.all_steps if step is None or n > step)
+
     def before(self, delta: Link) -> int | None:
         """The step that a delta stands on: the one it names, else the nearest below it."""
         if isinstance(delta.header, DeltaHeader) and delta.header.base_step is not None:
@@ -155,6 +188,43 @@ class Chain:
                 good.add(step)
         return max(good, default=None)
 
+    def wanted(self, step: int | None) -> int:
+        """The step asked for, or the tip. Raises NotFound; Malformed where nothing can be rebuilt.
+
+        Whether the step asked for is there is not looked at; see ``need``.
+        """
+        if step is not None:
+            return step
+        if self.tip is not None:
+            return self.tip
+        if self.problems:
+            raise self.problems[0]
+        if self.links:
+            self.path(self.links[-1].step)
+        hint = f"deltactl push CKPT {quote(self.url)}"
+        raise NotFound("the bucket holds no chain", file=self.url, hint=hint)
+
+    def need(self, step: int) -> None:
+        """Raise NotFound for a step that is not in the chain, or what is wrong with its link."""
+        if not self.links_at(step):
+            raise self._problem_at(step) or self._no_step(step)
+
+    def way(self, step: int, held: int | None = None) -> Way:
+        """The links of the fewest bytes that lead to a step: from an anchor, or from a step that is
+        held where that is below. Raises as ``path`` where neither leads there."""
+        near: Way | None = None
+        if held is not None and held <= step:
+            with suppress(DeltactlError):
+                near = Way(None, tuple(self.path_from(held, step)))
+        try:
+            anchor, deltas = self.path(step)
+        except DeltactlError:
+            if near is None:
+                raise
+            return near
+        whole = Way(anchor, tuple(deltas))
+        return near if near is not None and near.nbytes < whole.nbytes else whole
+
     def path(self, step: int) -> tuple[Link, list[Link]]:
         """The newest anchor that leads to a step, and the deltas to apply to it in order.
 
@@ -170,8 +240,7 @@ class Chain:
         return self._deltas_down(step, (have,))
 
     def _deltas_down(self, step: int, ends: Container[int]) -> list[Link]:
-        if not self.links_at(step):
-            raise self._problem_at(step) or self._no_step(step)
+        self.need(step)
         deltas: list[Link] = []
         at = step
         while at not in ends:

@@ -84,8 +84,7 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
 
     bucket, step = named
     chain = read_chain(open_bucket(bucket, jobs=jobs))
-    if not chain.links_at(step):
-        chain.path(step)  # raises, with what is there instead
+    chain.need(step)
     links = [
         _of_anchor(link.header, link.name, link.bytes, step)
         if isinstance(link.header, AnchorHeader)

@@ -25,7 +25,7 @@ from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import Fetched, fetched
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, Transient, UsageError
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
 from deltactl.files.atomic import (
     atomic_directory,
@@ -147,8 +147,8 @@ def _materialize(
     progress: Progress,
 ) -> PullReport:
     held = look(chain, dest, step, progress)
-    wanted = wanted_step(chain, step) if step is not None else _newest(chain, dest, held)
-    newer = () if step is not None else tuple(s for s in chain.all_steps if s > wanted)
+    wanted = step if step is not None else _newest(chain, dest, held)
+    newer = () if step is not None else chain.newer(wanted)
     if held is not None and held.step == wanted:
         discard_downloads(dest.resolve())
         size, mended = _mend(bucket, chain, dest, wanted, held.state, force)
@@ -157,16 +157,15 @@ def _materialize(
     if held is not None and not force:
         check_no_trainer(dest, chain)
     check_exchangeable(dest.resolve())  # before much is fetched in vain
-    anchor, deltas = _shortest(chain, held.step if held else None, wanted)
-    links = [*([anchor] if anchor else []), *deltas]
-    expected = chain.state_at(wanted)
-    meter = Meter(progress, "fetching", sum(link.bytes for link in links))
+    way = chain.way(wanted, held.step if held else None)
+    anchor, expected = way.anchor, chain.state_at(wanted)
+    meter = Meter(progress, "fetching", way.nbytes)
     with (
-        fetched(bucket, links, dest.resolve(), meter, keep=True) as found,
+        fetched(bucket, way.links, dest.resolve(), meter, keep=True) as found,
         contextlib.ExitStack() as stack,
     ):
         meter.add(found.in_place)
-        opened = [_open_checked(link, found) for link in deltas]
+        opened = [_open_checked(link, found) for link in way.deltas]
         place = dest if anchor is None else found.places[anchor.name]
         base = stack.enter_context(open_checkpoint(place))
         if anchor is not None:
@@ -183,7 +182,7 @@ def _materialize(
         state=state,
         bytes_fetched=found.in_place + found.tally.bytes_fetched + more,
         bytes_resumed=found.tally.bytes_resumed,
-        links=len(links),
+        links=len(way.links),
         from_step=None if anchor or held is None else held.step,
         written=True,
         proven=expected is not None,
@@ -202,28 +201,13 @@ def check_apart(bucket: Bucket, dest: Path) -> None:
         raise UsageError(what, file=dest, found=bucket.url, hint="name a directory beside it")
 
 
-def wanted_step(chain: Chain, step: int | None) -> int:
-    """The step asked for, or the tip. Raises NotFound; Malformed where nothing can be rebuilt."""
-    if step is not None:
-        return step
-    if chain.tip is not None:
-        return chain.tip
-    if chain.problems:
-        raise chain.problems[0]
-    if chain.links:
-        chain.path(chain.links[-1].step)
-    raise NotFound(
-        "the bucket holds no chain", file=chain.url, hint=f"deltactl push CKPT {quote(chain.url)}"
-    )
-
-
 def _newest(chain: Chain, dest: Path, held: Held | None) -> int:
     """The newest step that can be had, from an anchor or from what ``dest`` holds.
 
     Raises Conflict where ``dest`` holds a newer one: to go back is for its user to say.
     """
     if held is None or (held.step is None and held.marked is None):
-        return wanted_step(chain, None)
+        return chain.wanted(None)
     best = chain.tip if chain.tip is not None else -1
     if held.step is not None:
         best = max(best, _reached(chain, held.step, above=best))
@@ -249,25 +233,6 @@ def _reached(chain: Chain, have: int, above: int) -> int:
             chain.path_from(have, step)
             return step
     return have
-
-
-def _shortest(chain: Chain, held: int | None, wanted: int) -> tuple[Link | None, list[Link]]:
-    """The links to fetch, fewest bytes: deltas on the step at hand, or an anchor and its deltas."""
-    near: list[Link] | None = None
-    if held is not None and held < wanted:
-        with contextlib.suppress(DeltactlError):
-            near = chain.path_from(held, wanted)
-    try:
-        anchor, deltas = chain.path(wanted)
-    except DeltactlError:
-        if near is None:
-            raise
-        return None, near
-    if near is not None and sum(d.bytes for d in near) < sum(
-        link.bytes for link in (anchor, *deltas)
-    ):
-        return None, near
-    return anchor, deltas
 
 
 def _open_checked(link: Link, found: Fetched) -> Delta:

@@ -34,7 +34,6 @@ from deltactl.core.progress import Progress, silent
 from deltactl.files.parallel import Meter
 from deltactl.format.delta import open_delta
 from deltactl.format.tensor_table import Table
-from deltactl.ops.pull import wanted_step
 from deltactl.replay.check import replay_faults
 from deltactl.replay.compare import first_differences
 
@@ -281,7 +280,7 @@ def _verify_against(
     wanted = step
     with open_checkpoint(against) as other:
         try:
-            wanted = wanted_step(chain, step)
+            wanted = chain.wanted(step)
             anchor, links = chain.path(wanted)
             path = [anchor, *links]
             meter = Meter(progress, "fetching", sum(link.bytes for link in path))

@@ -94,8 +94,8 @@ def audit_servers(
     chain raises, UsageError.
     """
     urls, chain, stop = urls_of(urls), read_chain(bucket), threading.Event()
-    if step is not None and not chain.links_at(step):
-        chain.path(step)  # says why
+    if step is not None:
+        chain.need(step)
 
     met = Met()
 
@@ -111,12 +111,8 @@ def audit_servers(
             report.error = as_error(error)
         return report
 
-    return Audits(*side_by_side(one, urls, stop, on_interrupt), newer=_newer(chain, step))
-
-
-def _newer(chain: Chain, step: int | None) -> tuple[int, ...]:
-    tip = -1 if chain.tip is None else chain.tip
-    return () if step is not None else tuple(n for n in chain.all_steps if n > tip)
+    newer = () if step is not None else chain.newer(chain.tip)
+    return Audits(*side_by_side(one, urls, stop, on_interrupt), newer)
 
 
 def _audit(
@@ -133,7 +129,7 @@ def _audit(
     met.meet(engine.server, server.url)
     report.notes += draft_notes(engine.draft)
     check_dtype(engine, specs_at(chain, chain.tip if step is None else step), server.url)
-    states = {state: at for at in chain.steps if (state := chain.state_at(at)) is not None}
+    states = chain.states()
     check_awake(engine, server.url)
     wait = Patience(server, stop)
     if engine.identity != "known" or engine.step is None:
@@ -173,7 +169,9 @@ def _check_state(
     if not known:
         wanted = chain.tip if step is None else step
         hint = f"deltactl apply {quote(chain.url)}@{wanted} --server {server.url}"
-        if _newer(chain, step):  # it may be on one of them, and would be taken back
+        if step is None and chain.newer(
+            chain.tip
+        ):  # it may be on one of them, and would be taken back
             hint = f"deltactl verify {quote(chain.url)}"
         elif step is None and engine.step is not None and engine.step > (chain.tip or 0):
             hint = f"deltactl log {quote(chain.url)}"  # which may be an older view of the chain

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient
-from deltactl.server.goal import Way, message
+from deltactl.server.goal import StageRequest, message
 from deltactl.server.http.routes import Server
 from deltactl.server.http.wire import Refused
 from deltactl.server.preflight import check_layers
@@ -56,7 +56,7 @@ class Drive:
         }
         self._failures: Counter[Do] = Counter()
         self._done: Counter[Do] = Counter()
-        self._way: Way | None = None
+        self._way: StageRequest | None = None
         self._mistaken_update: str | None = None
         self._staged_paused = False
         self._staging_since = self._paused_since = 0.0

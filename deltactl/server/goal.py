@@ -11,19 +11,18 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Protocol
 
-from deltactl.chain.chain import Chain, Link
+from deltactl.chain.chain import Chain
 from deltactl.codec import encoding_named
-from deltactl.core.errors import Conflict, DeltactlError, Unproven, UsageError
+from deltactl.core.errors import Conflict, Unproven, UsageError
 from deltactl.files.atomic import temporary_directory
 from deltactl.format.delta import DeltaHeader, open_delta
 from deltactl.format.delta_index import DELTA_INDEX
 from deltactl.format.link_names import delta_directory, delta_name
-from deltactl.ops.pull import wanted_step
 from deltactl.server.model import Specs, check_same, specs_at, specs_of
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class StageRequest:
     """What the server is told to stage. ``full``: every tensor, whatever is live; then ``links``
     begins with the anchor. ``links``: names of objects; ``nbytes``: what they are to fetch."""
 
@@ -52,7 +51,7 @@ class Goal(Protocol):
         """The states that the goal's chain knows, and the step that each of them is."""
         ...
 
-    def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+    def way(self, step: int | None, state: str | None, *, full: bool) -> StageRequest:
         """How to get there from a state, by the fewest bytes. ``step``: the server's own word for
         it; ``full``: whatever is live. Raises Conflict, Malformed, NotFound."""
         ...
@@ -69,7 +68,7 @@ class Goal(Protocol):
         """Whether a server in this state is known to have the step's tensors."""
         ...
 
-    def changed(self, way: Way) -> Container[str]:
+    def changed(self, way: StageRequest) -> Container[str]:
         """The tensors that this way to the step changes."""
         ...
 
@@ -79,7 +78,7 @@ def check_forward(chain: Chain, tip: int, served: int | None) -> None:
     seen of the chain from here may be older than what the server was told."""
     if served is None or served <= tip:
         return
-    look = "log" if max(chain.all_steps, default=tip) <= tip else "verify"
+    look = "verify" if chain.newer(tip) else "log"
     raise Conflict(
         "the server is on a newer step than the chain can give",
         file=chain.url,
@@ -90,14 +89,13 @@ def check_forward(chain: Chain, tip: int, served: int | None) -> None:
 
 
 class ChainGoal:
-    """A step of a chain, by default its tip. Raises as ``wanted_step``; Unproven for TRL's."""
+    """A step of a chain, by default its tip. Raises as ``Chain.wanted``; Unproven for TRL's."""
 
     def __init__(self, chain: Chain, step: int | None) -> None:
         self._chain, self.bucket = chain, chain.url
-        self.step, self._named = wanted_step(chain, step), step is not None
-        self.newer = () if step is not None else tuple(n for n in chain.all_steps if n > self.step)
-        if not chain.links_at(self.step):
-            chain.path(self.step)  # says why
+        self.step, self._named = chain.wanted(step), step is not None
+        self.newer = () if step is not None else chain.newer(self.step)
+        chain.need(self.step)
         state = chain.state_at(self.step)
         self.target = f"{chain.url}@{self.step}"
         if state is None:
@@ -112,38 +110,23 @@ class ChainGoal:
         self._specs = specs_at(chain, self.step)
 
     def states(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for step in self._chain.steps:
-            state = self._chain.state_at(step)
-            if state is not None and (step <= self.step or state not in found):
-                found[state] = step
-        return found
+        return self._chain.states(self.step)
 
-    def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+    def way(self, step: int | None, state: str | None, *, full: bool) -> StageRequest:
         if not self._named:
             check_forward(self._chain, self.step, step)
-        near = None if full or state is None else self._near(step, state)
-        try:
-            anchor, deltas = self._chain.path(self.step)
-        except DeltactlError:
-            if near is None:
-                raise
-            return near
-        links = (anchor, *deltas)
-        if near is not None and near.nbytes < _size(*links):
-            return near
-        return Way(step, state, _names(*links), len(deltas), _size(*links), True)
+        held = None if full or state is None else self._held(step, state)
+        way = self._chain.way(self.step, held)
+        names = tuple(link.name for link in way.links)
+        whole = way.anchor is not None
+        from_step = step if whole else held
+        return StageRequest(from_step, state, names, len(way.deltas), way.nbytes, whole)
 
-    def _near(self, step: int | None, state: str) -> Way | None:
-        """The deltas from a state of the chain; None for one that is none, or no earlier one."""
+    def _held(self, step: int | None, state: str) -> int | None:
+        """The earlier step that a server in this state holds; None where it is of no such one."""
         if step is None or self._chain.state_at(step) != state:
             step = self.states().get(state)
-        if step is None or step >= self.step:
-            return None
-        with contextlib.suppress(DeltactlError):
-            links = self._chain.path_from(step, self.step)
-            return Way(step, state, _names(*links), len(links), _size(*links), False)
-        return None
+        return step if step is not None and step < self.step else None
 
     def specs(self) -> Specs:
         return self._specs
@@ -156,20 +139,12 @@ class ChainGoal:
         step = self.states().get(state or "")
         return step is not None and specs_at(self._chain, step) == self._specs
 
-    def changed(self, way: Way) -> Container[str]:
+    def changed(self, way: StageRequest) -> Container[str]:
         if way.full:
             return self._specs
         deltas = [link for link in self._chain.deltas.values() if link.name in way.links]
         headers = [link.header for link in deltas if isinstance(link.header, DeltaHeader)]
         return {name for header in headers for name in header.records}
-
-
-def _names(*links: Link) -> tuple[str, ...]:
-    return tuple(link.name for link in links)
-
-
-def _size(*links: Link) -> int:
-    return sum(link.bytes for link in links)
 
 
 class DeltaGoal:
@@ -196,7 +171,7 @@ class DeltaGoal:
         known = {} if base is None else {str(self._header.base_state): base}
         return {**known, self.state: self.step}
 
-    def way(self, step: int | None, state: str | None, *, full: bool) -> Way:
+    def way(self, step: int | None, state: str | None, *, full: bool) -> StageRequest:
         header = self._header
         if full or state != header.base_state:
             what = "the server does not hold the state that the delta stands on"
@@ -208,7 +183,7 @@ class DeltaGoal:
                 found=None if full else f"step {step}, state {state}",
                 hint=f"deltactl apply BUCKET@{self.step} --server URL",
             )
-        return Way(step, state, (self._name,), 1, header.nbytes, False)
+        return StageRequest(step, state, (self._name,), 1, header.nbytes, False)
 
     def specs(self) -> Specs:
         return specs_of(self._header)
@@ -219,7 +194,7 @@ class DeltaGoal:
     def fits_from(self, state: str | None) -> bool:
         return state == self.state
 
-    def changed(self, way: Way) -> Container[str]:
+    def changed(self, way: StageRequest) -> Container[str]:
         return self._header.records
 
 
@@ -260,7 +235,7 @@ def lent(delta: Path) -> Iterator[tuple[Path, str]]:
         yield bucket, name
 
 
-def message(goal: Goal, way: Way, update: str) -> dict[str, Any]:
+def message(goal: Goal, way: StageRequest, update: str) -> dict[str, Any]:
     """The argument of ``deltactl_stage``."""
     return {
         "id": update,

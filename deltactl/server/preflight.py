@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unsupported
-from deltactl.server.goal import Goal, Way
+from deltactl.server.goal import Goal, StageRequest
 from deltactl.server.http.routes import Server
 from deltactl.server.http.wire import Refused
 from deltactl.server.model import Specs, float_of
@@ -161,7 +161,7 @@ def check_tensors(server: Server, engine: Engine, goal: Goal) -> None:
         goal.fits(served, server.url)
 
 
-def check_layers(engine: Engine, goal: Goal, way: Way, url: str) -> None:
+def check_layers(engine: Engine, goal: Goal, way: StageRequest, url: str) -> None:
     """Raise Unsupported where the way leads through vLLM's own loader for a tensor of a layer that
     may answer wrongly afterwards."""
     changed = goal.changed(way)

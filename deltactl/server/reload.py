@@ -26,7 +26,7 @@ from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
-from deltactl.ops.pull import PullReport, check_apart, materialize, wanted_step
+from deltactl.ops.pull import PullReport, check_apart, materialize
 from deltactl.server.apply import Applied
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
 from deltactl.server.goal import check_forward
@@ -67,8 +67,8 @@ def reload_servers(
     check_apart(bucket, place)
     chain = read_chain(bucket)
     aim = chain.tip if step is None else step
-    if aim is not None and not chain.links_at(aim):
-        chain.path(aim)  # says why
+    if aim is not None:
+        chain.need(aim)
     reports, stop = {url: Replica(url) for url in urls}, threading.Event()
 
     def each(act: Callable[[_Reload], None], at: int | None) -> bool:
@@ -96,13 +96,13 @@ def reload_servers(
     def look(reload: _Reload) -> None:
         reload.look(tensors, met)
         if step is None:
-            check_forward(chain, wanted_step(chain, None), reload.labelled)
+            check_forward(chain, chain.wanted(None), reload.labelled)
 
     interrupted = each(look, aim)
     if interrupted or all(report.error is not None for report in reports.values()):
         each(_Reload.give_up, aim)
-        wanted = wanted_step(chain, step)
-        newer = () if step is not None else tuple(n for n in chain.all_steps if n > wanted)
+        wanted = chain.wanted(step)
+        newer = () if step is not None else chain.newer(wanted)
         return Applied(wanted, chain.state_at(wanted), [*reports.values()], interrupted, newer)
     pulled = materialize(bucket, chain, place, step=step, progress=progress)
     interrupted = each(lambda reload: reload.run(place, pulled, stop), pulled.step)

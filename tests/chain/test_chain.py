@@ -69,6 +69,69 @@ def test_the_way_to_each_step_starts_at_the_newest_anchor(bucket: LocalBucket) -
     assert chain.path_from(5, 5) == []
 
 
+def test_the_way_from_a_held_step_is_the_one_of_the_fewest_bytes(bucket: LocalBucket) -> None:
+    """By the links' own sizes, whatever they are: of each pair both ways are reckoned here."""
+    chain = read_chain(bucket)
+    for step in chain.steps:
+        whole = chain.way(step)
+        assert whole.anchor is not None
+        assert [whole.anchor, *whole.deltas] == [*whole.links]
+        for held in range(8):
+            near = (
+                [chain.deltas[n] for n in range(held + 1, step + 1)] if held in chain.steps else []
+            )
+            nearer = 0 < held <= step and sum(link.bytes for link in near) < whole.nbytes
+            found = chain.way(step, held)
+            assert [*found.links] == (near if nearer else [*whole.links])
+            assert found.nbytes == sum(link.bytes for link in found.links)
+            assert (found.anchor is None) is nearer
+
+
+def test_the_one_way_that_there_is_is_taken(bucket: LocalBucket) -> None:
+    for step in (1, 3, 6):
+        shutil.rmtree(Path(bucket.url, anchor_directory(step)))
+    chain = read_chain(bucket)
+    assert [link.step for link in chain.way(6, 2).links] == [3, 4, 5, 6]
+    with pytest.raises(Malformed):
+        chain.way(6)
+    bucket.delete(delta_name(4))
+    with pytest.raises(Malformed, match="chain is broken"):
+        read_chain(bucket).way(6, 2)
+    with pytest.raises(NotFound, match="no such step"):
+        read_chain(bucket).way(7, 6)
+
+
+def test_newer_steps_are_those_with_objects_sound_or_not(bucket: LocalBucket) -> None:
+    flip_bit(bucket.path(delta_name(5)), 20)
+    chain = read_chain(bucket)
+    assert chain.newer(3) == (4, 5, 6)
+    assert chain.newer(6) == ()
+    assert chain.newer(None) == (1, 2, 3, 4, 5, 6)
+    assert Chain(()).newer(None) == ()
+
+
+def test_a_state_is_the_newest_step_up_to_the_last_that_is_asked_for(tmp_path: Path) -> None:
+    a, b = states(2)
+    chain = read_chain(make_chain(tmp_path, [a, b, a, b, a]))
+    first, second = chain.state_at(1), chain.state_at(2)
+    assert chain.states() == {first: 5, second: 4}
+    assert chain.states(4) == {first: 3, second: 4}
+    assert chain.states(1) == {first: 1, second: 2}
+    assert Chain(()).states() == {}
+
+
+def test_the_step_that_is_wanted_is_the_tip_where_none_is_named(bucket: LocalBucket) -> None:
+    chain = read_chain(bucket)
+    assert (chain.wanted(None), chain.wanted(2)) == (6, 2)
+    with pytest.raises(NotFound, match="holds no chain"):
+        Chain((), url="x").wanted(None)
+    with pytest.raises(Malformed, match="chain is broken"):
+        Chain([chain.deltas[3]]).wanted(None)
+    problem = Malformed("torn", step=7)
+    with pytest.raises(Malformed, match="torn"):
+        Chain((), [problem]).wanted(None)
+
+
 @pytest.mark.parametrize("step", [0, 7, 1000])
 def test_a_step_that_is_not_there(bucket: LocalBucket, step: int) -> None:
     with pytest.raises(NotFound, match="no such step") as caught:

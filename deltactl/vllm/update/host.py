@@ -274,14 +274,8 @@ def _rebuild(
 
 def _way_from(chain: Chain, state: str, step: int) -> list[str] | None:
     """The deltas from a state to a step, where they are fewer bytes than an anchor and its own."""
-    at = max((n for n in chain.steps if n < step and chain.state_at(n) == state), default=None)
-    if at is None:
-        return None
     with contextlib.suppress(DeltactlError):
-        near = chain.path_from(at, step)
-        with contextlib.suppress(DeltactlError):
-            anchor, deltas = chain.path(step)
-            if sum(link.bytes for link in near) >= sum(link.bytes for link in (anchor, *deltas)):
-                return None
-        return [link.name for link in near]
+        way = chain.way(step, chain.states(step).get(state))
+        if way.anchor is None:
+            return [link.name for link in way.links]
     return None
