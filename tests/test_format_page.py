@@ -17,9 +17,9 @@ from safetensors import safe_open
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.codec import ENCODINGS as KNOWN
 from deltactl.codec.base import BLOCK
-from deltactl.codec.bits import SIGN_MAGNITUDE
-from deltactl.codec.classes import EXPONENTS, MOST_CLASSES, SEGMENT
-from deltactl.files.safetensors import DTYPE_BITS, MAX_HEADER
+from deltactl.codec.classes import MOST_CLASSES, SEGMENT
+from deltactl.core.dtypes import DTYPES, FLOATS
+from deltactl.files.safetensors import MAX_HEADER
 from deltactl.format.header import FORMAT_VERSION
 from deltactl.ops.diff import diff
 from tests.golden.make import ENCODINGS, GOLDEN, trained, weights
@@ -107,15 +107,14 @@ def test_the_page_has_the_codes_constants() -> None:
     assert f"at most {MAX_HEADER:,} bytes" in text
     assert f'"deltactl format {FORMAT_VERSION}"' in text
     assert page_reader.BLOCK == BLOCK
-    assert dict(DTYPE_BITS) == page_reader.BITS
+    assert {code: row.bits for code, row in DTYPES.items()} == page_reader.BITS
     assert f"is {SEGMENT:,} elements of the block" in text
     assert f"a number, at most {MOST_CLASSES - 1}: the borders" in text
-    assert page_reader.MANTISSA.keys() == SIGN_MAGNITUDE == EXPONENTS.keys()
-    for dtype, (mantissa, mask) in EXPONENTS.items():
+    assert page_reader.MANTISSA.keys() == FLOATS.keys()
+    for dtype, (exponent, mantissa, *_) in FLOATS.items():
         assert page_reader.MANTISSA[dtype] == mantissa
-        exponent = mask.bit_length()
         assert re.search(rf"^(.*, )?{dtype}(,.*)? +{exponent} +{mantissa}$", text, re.M)
-    for dtype in DTYPE_BITS:
+    for dtype in DTYPES:
         assert re.search(rf"\b{dtype}\b", text)
     for encoding in KNOWN:
         assert re.search(rf"^\.SS Encodings? (.* )?{encoding}\b", text, re.M)
@@ -214,7 +213,7 @@ def test_the_reader_agrees_on_every_dtype(encoding: str, share: float, write: Wr
     assert page_reader.apply_delta(write(before, after, encoding), before) == after
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("far", [0, 9])
 def test_the_reader_decodes_classes(dtype: str, far: int, write: Write) -> None:
     """Also where whole segments are silent, and where a block is full of changes."""

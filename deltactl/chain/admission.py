@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Protocol
 
 from deltactl.checkpoint.model_names import ADAPTER_FIX, adapter_names, plain_name, wrapper_of
+from deltactl.core.dtypes import elements_of
 from deltactl.core.errors import Conflict, listed
 
 
@@ -107,7 +107,7 @@ def check_first(
 ) -> tuple[str, ...]:
     """What to say of a chain's first checkpoint. Raises Conflict, unless ``allow``, for an adapter
     without its model, a shard alone, and where most tensors have no elements."""
-    empty = [name for name, tensor in new.tensors.items() if not prod(tensor.shape)]
+    empty = [name for name, tensor in new.tensors.items() if not _elements(tensor)]
     notes = []
     found = None
     if _is_adapter(new):
@@ -138,6 +138,10 @@ _GATHER = (
 )
 
 
+def _elements(tensor: Described) -> int:
+    return elements_of(tensor.dtype, tensor.shape)
+
+
 class _Change:
     """What lies between the tip and what is to follow it."""
 
@@ -155,10 +159,10 @@ class _Change:
         self._unwrapped = {name for name in self._gone if plain_name(name) in self._added}
 
     def _size(self, name: str) -> int:
-        return prod(self._chain.tensors[name].shape)
+        return _elements(self._chain.tensors[name])
 
     def _now(self, name: str) -> int:
-        return prod(self._new.tensors[name].shape)
+        return _elements(self._new.tensors[name])
 
     @property
     def example(self) -> set[str]:

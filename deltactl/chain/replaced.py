@@ -13,8 +13,8 @@ from collections.abc import Collection
 from deltactl.chain.chain import Chain, Link
 from deltactl.chain.model import tensors_at
 from deltactl.core.digest import TensorState
+from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import DeltactlError
-from deltactl.files.safetensors import DTYPE_BITS
 from deltactl.format.anchor import AnchorHeader
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.header import Record
@@ -78,7 +78,7 @@ def _is_anew(record: Record) -> bool:
 
 
 def _is_narrow(record: Record) -> bool:
-    return record.dtype is not None and DTYPE_BITS[record.dtype] <= NARROW
+    return record.dtype is not None and DTYPES[record.dtype].bits <= NARROW
 
 
 def _begins_anew(chain: Chain, header: AnchorHeader, below: int) -> bool:

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from deltactl.checkpoint.foreign import check_container, check_torch_name, check_zip
 from deltactl.checkpoint.hf_directory import TORCH_SUFFIXES, Weights, aux_files, find_weights
 from deltactl.checkpoint.torch_file import read_torch
+from deltactl.core.dtypes import element_bytes
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
 from deltactl.files.mapped import check_mapped, hold, let_go
-from deltactl.files.safetensors import DTYPE_BITS, map_file
+from deltactl.files.safetensors import map_file
 from deltactl.files.signatures import SAMPLE, foreign, unknown
 from deltactl.files.untrusted import open_regular, os_errors
 
@@ -44,7 +45,7 @@ class Tensor:
     @property
     def elements(self) -> int:
         """Units of 1, 2, 4 or 8 bytes; of a dtype below a byte, its bytes."""
-        return self.data.nbytes // max(DTYPE_BITS[self.dtype] // 8, 1)
+        return self.data.nbytes // element_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Shard, Tensor
-from deltactl.files.safetensors import DTYPE_BITS
+from deltactl.core.dtypes import element_bytes, element_dtype
 
 _UNIT = 8  # bytes: a multiple of every element's width
 
@@ -61,8 +61,8 @@ def _slices(checkpoint: Checkpoint, spans: Iterable[tuple[str, int, int]]) -> Ch
     tensors = {}
     for name, start, stop in spans:
         whole = checkpoint.tensors[name]
-        dtype = whole.dtype if DTYPE_BITS[whole.dtype] >= 8 else "U8"  # packed types are bytes
-        shape = ((stop - start) * 8 // DTYPE_BITS[dtype],)
+        dtype = element_dtype(whole.dtype)
+        shape = ((stop - start) // element_bytes(dtype),)
         key = f"{name}@{start}"
         tensors[key] = Tensor(key, dtype, shape, whole.data[start:stop])
     return Checkpoint(checkpoint.path, tensors, (Shard("sample", tuple(tensors), {}),))

@@ -11,7 +11,7 @@ import pickle
 import re
 import reprlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.checkpoint.torch_bounds import check_torch
+from deltactl.core.dtypes import OF_TORCH
 from deltactl.core.errors import Malformed, Unsupported
 from deltactl.files.mapped import check_mapped, release_after, watch_memory
 from deltactl.files.safetensors import METADATA
@@ -26,15 +27,6 @@ from deltactl.files.untrusted import is_text, open_regular, os_errors
 
 if TYPE_CHECKING:
     import torch
-
-DTYPES: Mapping[str, str] = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32",
-    "uint32": "U32", "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16",
-    "float32": "F32", "float64": "F64", "complex64": "C64", "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
-}  # fmt: skip
-"""torch's name of a dtype -> safetensors' code."""
 
 _WRAPPERS = ("state_dict", "model", "model_state_dict")
 _SAVE_HINT = "torch.save(model.state_dict(), FILE)"
@@ -203,7 +195,7 @@ def _check_kind(name: str, tensor: torch.Tensor, path: Path) -> None:
         kind = "quantized"
     elif tensor.device.type != "cpu":
         kind = f"on the device {tensor.device.type}, without data"
-    elif _dtype(tensor) not in DTYPES or (
+    elif _dtype(tensor) not in OF_TORCH or (
         _dtype(tensor) == "float4_e2m1fn_x2" and not tensor.dim()
     ):
         kind = f"{_dtype(tensor)} {list(tensor.shape)}"
@@ -219,7 +211,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 def _converted(name: str, tensor: torch.Tensor) -> TorchTensor:
     import torch
 
-    code, shape = DTYPES[_dtype(tensor)], tuple(tensor.shape)
+    code, shape = OF_TORCH[_dtype(tensor)], tuple(tensor.shape)
     if code == "F4":  # torch counts pairs, safetensors elements
         shape = (*shape[:-1], 2 * shape[-1])
     # As integers: torch cannot copy every dtype, and bits must not pass through arithmetic.

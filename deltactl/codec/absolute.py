@@ -29,9 +29,9 @@ from deltactl.codec.base import (
     span,
 )
 from deltactl.codec.bits import Bits, Positions, elements
+from deltactl.core.dtypes import element_dtype
 from deltactl.core.errors import Malformed
 from deltactl.files.atomic import Spool
-from deltactl.files.safetensors import DTYPE_BITS
 
 _NUMPY = {"I32": "<i4", "I64": "<i8", "U16": "<u2", "U32": "<u4", "U64": "<u8"}
 _CHUNK = 1 << 20  # indices looked at together when a tensor's are checked
@@ -59,10 +59,9 @@ class _Absolute:
     ) -> tuple[Part, ...]:
         count = sum(block.count for block in blocks)
         pieces = (index.astype(_NUMPY[index_dtype]).tobytes() for index in indices)
-        value_dtype = target.dtype if DTYPE_BITS[target.dtype] >= 8 else "U8"
         return (
             Part(".idx", index_dtype, (count,), pieces),
-            Part(".val", value_dtype, (count,), concatenated(spool, blocks, 1)),
+            Part(".val", element_dtype(target.dtype), (count,), concatenated(spool, blocks, 1)),
         )
 
 
@@ -140,7 +139,7 @@ class AbsoluteDecoder:
     def __init__(self, target: Target, index: StoredPart, value: StoredPart, *, gaps: bool) -> None:
         self._target, self._gaps = target, gaps
         self._index = index.data.view(_NUMPY[index.dtype])
-        wanted = target.dtype if DTYPE_BITS[target.dtype] >= 8 else "U8"
+        wanted = element_dtype(target.dtype)
         if value.dtype != wanted or value.shape != index.shape or len(value.shape) != 1:
             raise self._malformed(
                 "the values do not fit the indices",

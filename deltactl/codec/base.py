@@ -15,7 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from deltactl.codec.bits import Bits, Bytes, Positions, element_bytes
+from deltactl.codec.bits import Bits, Bytes, Positions
+from deltactl.core.dtypes import element_bytes, nbytes_of
 from deltactl.files.atomic import Segment, Spool
 
 BLOCK = 1 << 23
@@ -45,6 +46,10 @@ class Part:
     dtype: str
     shape: tuple[int, ...]
     pieces: Iterable[bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)

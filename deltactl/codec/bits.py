@@ -1,8 +1,7 @@
 """Tensors as bit patterns: elements, changed positions, units in the last place, touch sums.
 
-An *element* is an unsigned integer of 1, 2, 4 or 8 bytes. Packed types of less than a byte (F4, F6)
-are bytes. No float operation is used anywhere: NaN payloads, -0.0 and denormals are bits like
-others.
+Elements are unsigned integers (core.dtypes). No float operation is used anywhere: NaN payloads,
+-0.0 and denormals are bits like others.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.core import native
-from deltactl.files.safetensors import DTYPE_BITS
+from deltactl.core.dtypes import FLOATS, element_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Bits = npt.NDArray[Any]
@@ -37,16 +36,6 @@ _SIGNED: dict[int, np.dtype[Any]] = {
     4: np.dtype("<i4"),
     8: np.dtype("<i8"),
 }
-
-SIGN_MAGNITUDE = frozenset(
-    {"F16", "BF16", "F32", "F64", "F8_E5M2", "F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
-)
-"""Dtypes whose top bit is a sign and whose other bits rise with the magnitude."""
-
-
-def element_bytes(dtype: str) -> int:
-    """Bytes of one element of ``dtype``: 1, 2, 4 or 8."""
-    return max(DTYPE_BITS[dtype] // 8, 1)
 
 
 def elements(data: Bytes, dtype: str) -> Bits:
@@ -81,7 +70,7 @@ def _ordered(bits: Bits, dtype: str) -> Bits:
     Negative floats are complemented, others get the top bit set: -0.0 and +0.0 are neighbours, and
     so are the largest finite number and infinity. Integers stay as they are.
     """
-    if dtype not in SIGN_MAGNITUDE:
+    if dtype not in FLOATS:
         return bits
     width = bits.dtype.itemsize
     negative: Bits = (bits.view(_SIGNED[width]) >> (8 * width - 1)).view(bits.dtype)
@@ -90,7 +79,7 @@ def _ordered(bits: Bits, dtype: str) -> Bits:
 
 
 def _unordered(order: Bits, dtype: str) -> Bits:
-    if dtype not in SIGN_MAGNITUDE:
+    if dtype not in FLOATS:
         return order
     width = order.dtype.itemsize
     positive: Bits = (order.view(_SIGNED[width]) >> (8 * width - 1)).view(order.dtype)
@@ -130,7 +119,7 @@ class SplitSteps:
 def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, Positions]:
     """The steps between elements that differ, and which of them are longer than one unit."""
     if native.KERNEL is not None:
-        down, beyond, longer = native.KERNEL.steps(before, after, dtype in SIGN_MAGNITUDE)
+        down, beyond, longer = native.KERNEL.steps(before, after, dtype in FLOATS)
         return SplitSteps(down, beyond), longer
     steps = steps_between(before, after, dtype)
     beyond = np.abs(steps).view(before.dtype)  # as unsigned, right for the lowest step too
@@ -153,7 +142,7 @@ def take_split_steps(
     """
     if native.KERNEL is not None:
         native.KERNEL.take_steps(
-            elements, start, positions, steps.down, steps.beyond, span, dtype in SIGN_MAGNITUDE
+            elements, start, positions, steps.down, steps.beyond, span, dtype in FLOATS
         )
         return
     first, end = span

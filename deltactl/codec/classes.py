@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from deltactl.codec.bits import Bits, Positions
 from deltactl.core import native
+from deltactl.core.dtypes import FLOATS
 from deltactl.core.native import ClassScan
 
 Ranks = npt.NDArray[np.uint32]
@@ -23,26 +24,14 @@ SEGMENT_BITS = 10
 SEGMENT = 1 << SEGMENT_BITS
 """Elements of a segment: where none of them changes the whole of it may be left out."""
 
-EXPONENTS: dict[str, tuple[int, int]] = {
-    "F8_E4M3": (3, 0xF),
-    "F8_E4M3FNUZ": (3, 0xF),
-    "F8_E5M2": (2, 0x1F),
-    "F8_E5M2FNUZ": (2, 0x1F),
-    "F16": (10, 0x1F),
-    "BF16": (7, 0xFF),
-    "F32": (23, 0xFF),
-    "F64": (52, 0x7FF),
-}
-"""By dtype: how far right the exponent's field has to be shifted, and the mask for it then."""
-
 MOST_CLASSES = 256
 
 
 def exponents(bits: Bits, dtype: str) -> npt.NDArray[np.int64]:
     """The exponent fields of elements, shape (n,)."""
-    shift, mask = EXPONENTS[dtype]
-    kind = bits.dtype.type
-    found: npt.NDArray[np.int64] = ((bits >> kind(shift)) & kind(mask)).astype(np.int64)
+    layout, kind = FLOATS[dtype], bits.dtype.type
+    shifted = bits >> kind(layout.mantissa)
+    found: npt.NDArray[np.int64] = (shifted & kind(layout.highest)).astype(np.int64)
     return found
 
 
@@ -64,12 +53,12 @@ class Classes:
 
     def _table(self) -> npt.NDArray[np.uint8]:
         """The class of each exponent."""
-        every = np.arange(EXPONENTS[self.dtype][1] + 1)
+        every = np.arange(FLOATS[self.dtype].highest + 1)
         return np.searchsorted(self.borders, every, side="right").astype(np.uint8)
 
     def _scan(self, bits: Bits) -> ClassScan:
-        shift, mask = EXPONENTS[self.dtype]
-        return ClassScan(bits, shift, mask, self._table(), self.active, SEGMENT_BITS)
+        layout, table = FLOATS[self.dtype], self._table()
+        return ClassScan(bits, layout.mantissa, layout.highest, table, self.active, SEGMENT_BITS)
 
     def _members(self, bits: Bits) -> list[Positions]:
         """The positions of each class's elements: what the kernel does without."""

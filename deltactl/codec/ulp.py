@@ -19,16 +19,10 @@ import numpy.typing as npt
 
 from deltactl.codec import integers
 from deltactl.codec.base import EncodedBlock, Part, StoredPart, Target, span
-from deltactl.codec.bits import (
-    Bits,
-    Positions,
-    SplitSteps,
-    element_bytes,
-    split_steps,
-    take_split_steps,
-)
+from deltactl.codec.bits import Bits, Positions, SplitSteps, split_steps, take_split_steps
 from deltactl.codec.blocks import StoredBlocks, blocks_part
 from deltactl.core import native
+from deltactl.core.dtypes import element_bytes
 from deltactl.files.atomic import Spool
 
 _PIECE = 1 << 20  # positions that are made together

@@ -27,13 +27,14 @@ import numpy as np
 
 from deltactl.codec import golomb
 from deltactl.codec.base import EncodedBlock, Part, StoredPart, Target
-from deltactl.codec.bits import Bits, Positions, SplitSteps, element_bytes, split_steps
+from deltactl.codec.bits import Bits, Positions, SplitSteps, split_steps
 from deltactl.codec.blocks import StoredBlocks, blocks_part
-from deltactl.codec.classes import EXPONENTS, MOST_CLASSES, SEGMENT, Classes, Ranks
+from deltactl.codec.classes import MOST_CLASSES, SEGMENT, Classes, Ranks
 from deltactl.codec.golomb import leb128, read_leb128
 from deltactl.codec.grouping import choose_borders, silent_segments
 from deltactl.codec.integers import Reader, Undecodable, packed_bits
 from deltactl.codec.ulp import SteppedBits, decode_ulp, encode_ulp, gaps_of
+from deltactl.core.dtypes import FLOATS, element_bytes
 from deltactl.files.atomic import Spool
 
 _AS_ULP, _BY_CLASSES, _WITHOUT_SILENT = 0, 1, 2
@@ -52,7 +53,7 @@ class UlpCtx:
     ) -> tuple[bytes, ...]:
         steps, longer = split_steps(before, after, dtype)
         plain = bytes([_AS_ULP]) + encode_ulp(positions, steps, longer)
-        if dtype not in EXPONENTS:
+        if dtype not in FLOATS:
             return (plain,)
         return (min(plain, _encode(base, positions, before, steps, dtype), key=len),)
 
@@ -165,13 +166,13 @@ class _Layout:
 
 
 def _read_layout(reader: Reader, form: int, count: int, length: int, dtype: str) -> _Layout:
-    if form not in (_BY_CLASSES, _WITHOUT_SILENT) or dtype not in EXPONENTS:
+    if form not in (_BY_CLASSES, _WITHOUT_SILENT) or dtype not in FLOATS:
         raise Undecodable(f"a block of form {form} in a tensor of {dtype}")
     active = np.ones(-(-length // SEGMENT), np.uint8)
     if form == _WITHOUT_SILENT:
         active[_decode_set(reader, read_leb128(reader), active.size)] = 0
     borders = [read_leb128(reader) for _ in range(_number_below(reader, MOST_CLASSES))]
-    if not all(a < b for a, b in pairwise([0, *borders, EXPONENTS[dtype][1] + 1])):
+    if not all(a < b for a, b in pairwise([0, *borders, FLOATS[dtype].highest + 1])):
         raise Undecodable(f"the classes' borders do not rise: {borders}"[:200])
     left = int(active.sum()) * SEGMENT
     if active.size and active[-1]:

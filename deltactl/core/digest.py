@@ -9,6 +9,8 @@ from typing import Any
 
 from blake3 import blake3
 
+from deltactl.core.dtypes import elements_of, nbytes_of
+
 HEX_DIGITS = 64
 """Digits of a digest: BLAKE3's 32 bytes in lower-case hexadecimal."""
 
@@ -21,6 +23,15 @@ class TensorState:
     dtype: str
     shape: tuple[int, ...]
     digest: str
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes_of(self.dtype, self.shape)
+
+    @property
+    def elements(self) -> int:
+        """See core.dtypes."""
+        return elements_of(self.dtype, self.shape)
 
 
 def hasher(threads: int = 1) -> Any:

@@ -22,25 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deltactl.core.dtypes import DTYPES, MAX_SIZE, nbytes_of
 from deltactl.core.errors import Malformed
 from deltactl.files.json_bounds import MAX_TENSORS
 from deltactl.files.mapped import map_bytes, sound_sources
 from deltactl.files.signatures import SAMPLE, foreign
-from deltactl.files.untrusted import MAX_SIZE, RawEntry, open_regular, parse_header_json
+from deltactl.files.untrusted import RawEntry, open_regular, parse_header_json
 
 MAX_HEADER = 100_000_000
 """Bytes of header that a reader accepts; the safetensors library has the same limit."""
 
 METADATA = "__metadata__"
 """The one key of a header that names no tensor."""
-
-DTYPE_BITS: Mapping[str, int] = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
-    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
-}  # fmt: skip
-"""Bits of one element of each dtype that safetensors names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +59,6 @@ class Header:
     metadata: dict[str, str]
     raw: bytes
     file_size: int
-
-
-def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor.
-
-    Raises ValueError for an unknown dtype, a size that is no whole byte, and one beyond any file.
-    """
-    if dtype not in DTYPE_BITS:
-        raise ValueError(f"unknown dtype {dtype}")
-    bits = DTYPE_BITS[dtype]
-    for length in shape:
-        bits *= length
-        if bits > 8 * MAX_SIZE:  # at once, or a hostile shape costs a product of millions of digits
-            raise ValueError("the tensor is larger than any file")
-    if bits % 8:
-        raise ValueError("the tensor does not fill whole bytes")
-    return bits // 8
 
 
 def header_length(prefix: bytes, file: object) -> int:
@@ -178,7 +154,7 @@ def _entry(name: str, value: object, base: int, file: object) -> Entry:
             raise wrong("unknown dtype", reprlib.repr(found["dtype"]))
         raise wrong("the offsets are malformed", reprlib.repr(found["data_offsets"]))
     dtype, shape, start, stop = value
-    if dtype not in DTYPE_BITS:
+    if dtype not in DTYPES:
         raise wrong("unknown dtype", reprlib.repr(dtype))
     if not _is_sizes(shape):
         raise wrong("the shape is malformed", reprlib.repr(shape))

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeGuard
 
+from deltactl.core.dtypes import MAX_SIZE
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound
 from deltactl.files.json_bounds import HEADER, INDEX, TABLE, Bounds
 
-MAX_SIZE = (1 << 63) - 1
 """The largest length, offset or number of bytes: what a file offset can hold."""
 
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from deltactl.codec.bits import element_bytes
 from deltactl.core.digest import TensorState, is_digest, state_digest
 from deltactl.core.errors import Malformed
-from deltactl.files.safetensors import Header, nbytes_of
+from deltactl.files.safetensors import Header
 from deltactl.files.untrusted import is_size, parse_index
 from deltactl.format.header import (
     FORMAT_VERSION,
@@ -97,7 +96,7 @@ def anchor_index(
         {"name": f.name, "bytes": f.nbytes, "header" if f.is_shard else "digest": f.digest}
         for f in sorted(files, key=lambda f: utf8(f.name))
     ]
-    metadata: dict[str, Any] = {"total_size": sum(nbytes_of(t.dtype, t.shape) for t in tensors)}
+    metadata: dict[str, Any] = {"total_size": sum(tensor.nbytes for tensor in tensors)}
     metadata |= anchor_metadata(step, tensors) | {PREFIX + "files": table_text(rows)}
     ordered = {name: weight_map[name] for name in sorted(weight_map, key=utf8)}
     document = {"metadata": metadata, "weight_map": ordered}
@@ -105,7 +104,7 @@ def anchor_index(
 
 
 def _total_elements(tensors: tuple[TensorState, ...]) -> int:
-    return sum(nbytes_of(t.dtype, t.shape) // element_bytes(t.dtype) for t in tensors)
+    return sum(tensor.elements for tensor in tensors)
 
 
 def parse_anchor(header: Header, file: object) -> AnchorHeader:
@@ -170,7 +169,7 @@ def parse_anchor_index(raw: bytes, file: object) -> AnchorHeader:
 
 
 def _check_total_size(said: object, tensors: tuple[TensorState, ...], file: object) -> None:
-    size = sum(nbytes_of(t.dtype, t.shape) for t in tensors)
+    size = sum(tensor.nbytes for tensor in tensors)
     if type(said) is not int or said != size:
         what = "the index's total_size is not what its tensors take"
         raise Malformed(what, file=file, expected=size, found=reprlib.repr(said))

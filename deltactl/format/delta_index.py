@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.core.digest import TensorState, hasher, is_digest, state_digest
+from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import Malformed, UsageError
-from deltactl.files.safetensors import Header, nbytes_of
+from deltactl.files.safetensors import Header
 from deltactl.files.untrusted import is_plain_name, is_size, parse_index
 from deltactl.format.delta_header import DeltaHeader, PartFile, parse_delta, parse_ours
 from deltactl.format.header import (
@@ -33,7 +34,7 @@ from deltactl.format.header import (
     utf8,
 )
 from deltactl.format.metadata_check import check_strings
-from deltactl.format.tensor_table import Table, after_delta, elements_of
+from deltactl.format.tensor_table import Table, after_delta
 
 DELTA_INDEX = "delta.safetensors.index.json"
 
@@ -89,7 +90,7 @@ def delta_index(
         encoding=encodings.pop(),
         base_state=state_digest(before.values()),
         result_state=state_digest(after.values()),
-        total_elements=sum(map(elements_of, after.values())),
+        total_elements=sum(tensor.elements for tensor in after.values()),
         step=step,
         base_step=base_step,
     )

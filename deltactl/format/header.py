@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal, SupportsIndex, cast
 
-from deltactl.codec.bits import element_bytes
 from deltactl.core.digest import HEX_DIGITS, TensorState, hasher, is_digest
+from deltactl.core.dtypes import DTYPES, elements_of, nbytes_of
 from deltactl.core.errors import Malformed, Unsupported, UsageError
-from deltactl.files.safetensors import DTYPE_BITS, nbytes_of
 from deltactl.files.untrusted import parse_json_list
 
 FORMAT_VERSION = "1"
@@ -58,7 +57,7 @@ class Record:
         """Elements of the result's tensor (of the base's for a removed one); None: not known."""
         if self.dtype is None or self.shape is None:
             return None
-        return nbytes_of(self.dtype, self.shape) // element_bytes(self.dtype)
+        return elements_of(self.dtype, self.shape)
 
     @property
     def whole(self) -> bool:
@@ -180,7 +179,7 @@ def _dtype_and_shape(
     row: Mapping[str, Any], name: str, file: object
 ) -> tuple[str, tuple[int, ...]]:
     dtype, shape = row.get("dtype"), row.get("shape")
-    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Malformed("unknown dtype in the tensor table", file=file, tensor=name, found=dtype)
     sizes = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
     try:

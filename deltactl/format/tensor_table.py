@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deltactl.codec.bits import element_bytes
 from deltactl.core.digest import TensorState
 from deltactl.core.errors import Malformed
-from deltactl.files.safetensors import nbytes_of
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.header import Record
 
 Table = Mapping[str, TensorState]
 """The tensors of a step by name; of TRL's steps their digests are empty."""
-
-
-def elements_of(tensor: TensorState) -> int:
-    """Elements of a tensor, as the format counts them."""
-    return nbytes_of(tensor.dtype, tensor.shape) // element_bytes(tensor.dtype)
 
 
 def after_delta(before: Table, header: DeltaHeader) -> dict[str, TensorState]:

@@ -13,19 +13,14 @@ import numpy as np
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.codec import DEFAULT, encoding_named
 from deltactl.codec.base import BLOCK, EncodedBlock, Encoding, Part, Target
-from deltactl.codec.bits import (
-    Bytes,
-    Changes,
-    changes_between,
-    element_bytes,
-    elements,
-)
+from deltactl.codec.bits import Bytes, Changes, changes_between, elements
 from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import UsageError
 from deltactl.core.progress import Progress, silent
 from deltactl.files.atomic import Spool, atomic_file
 from deltactl.files.parallel import Meter, hash_threads, map_largest_first
-from deltactl.files.safetensors import DTYPE_BITS, make_header
+from deltactl.files.safetensors import make_header
 from deltactl.format.delta_header import DENSE
 from deltactl.format.header import (
     PLACEHOLDER,
@@ -163,8 +158,7 @@ def _compare(
         return Compared(
             old, None, Record(before.name, "removed", before.dtype, before.shape, 0), ()
         )
-    count = after.nbytes // element_bytes(after.dtype)
-    record = Record(after.name, "added", after.dtype, after.shape, count, new.digest)
+    record = Record(after.name, "added", after.dtype, after.shape, after.elements, new.digest)
     if before is not None:
         record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
     odd = odd_whole(after.name, after.dtype, elements(after.data, after.dtype))
@@ -263,18 +257,10 @@ class _Comparison:
         target = Target("", tensor.name, tensor.dtype, self._old.size)
         parts = self._codec.parts(target, self._blocks, self._spool)
         record = Record(tensor.name, "sparse", tensor.dtype, tensor.shape, count, new.digest)
-        if self._codec.dense_if_smaller and sum(map(part_bytes, parts)) >= tensor.nbytes:
+        if self._codec.dense_if_smaller and sum(part.nbytes for part in parts) >= tensor.nbytes:
             return replace(record, kind="dense"), (_dense(tensor),)
         old_sum, new_sum = self._old_sum % (1 << 64), self._new_sum % (1 << 64)
         return replace(record, old_sum=old_sum, new_sum=new_sum), parts
-
-
-def part_bytes(part: Part) -> int:
-    """Bytes of a part in the delta."""
-    bits = DTYPE_BITS[part.dtype]
-    for n in part.shape:
-        bits *= n
-    return bits // 8
 
 
 def report_of(
@@ -286,7 +272,7 @@ def report_of(
     """
     after = tuple(c.after for c in compared if c.after is not None)
     records = tuple(
-        replace(c.record, nbytes=sum(map(part_bytes, c.parts)))
+        replace(c.record, nbytes=sum(part.nbytes for part in c.parts))
         for c in compared
         if c.record is not None
     )
@@ -339,7 +325,7 @@ class DeltaWriter:
             for part in c.parts
         ]
         # Widest elements first, so that each entry is aligned to its own width.
-        self._parts = sorted(keyed, key=lambda kp: (-DTYPE_BITS[kp[1].dtype], utf8(kp[0])))
+        self._parts = sorted(keyed, key=lambda kp: (-DTYPES[kp[1].dtype].bits, utf8(kp[0])))
 
     def _header(self, payload_digest: str) -> bytes:
         entries = [(key, part.dtype, part.shape) for key, part in self._parts]
@@ -348,7 +334,7 @@ class DeltaWriter:
 
     def write(self, file: IO[bytes] | None) -> int:
         """Write the delta where ``file`` stands, if there is one; returns its size in bytes."""
-        size = len(self._header(PLACEHOLDER)) + sum(part_bytes(part) for _, part in self._parts)
+        size = len(self._header(PLACEHOLDER)) + sum(part.nbytes for _, part in self._parts)
         if file is None:
             return size
         start = file.tell()

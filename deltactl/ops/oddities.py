@@ -15,10 +15,11 @@ import numpy.typing as npt
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.codec.bits import Bits, elements
 from deltactl.core.digest import TensorState
+from deltactl.core.dtypes import FLOATS
 from deltactl.core.errors import listed
 from deltactl.files.parallel import map_largest_first
 
-_INFINITY = {"F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000, "F64": 0x7FF << 52, "F8_E5M2": 0x7C}
+_LIMITS = {code: row.not_finite for code, row in FLOATS.items() if row.not_finite is not None}
 _PIECE = 1 << 21  # elements looked at together, so that they stay in cache
 _SHOWN = 3
 
@@ -35,18 +36,18 @@ class Odd:
 
 def is_floating(dtype: str) -> bool:
     """Whether elements of a dtype can be NaN in a way that is known here."""
-    return dtype in _INFINITY or dtype == "F8_E4M3"
+    return dtype in _LIMITS
 
 
 def _not_finite(bits: Bits, dtype: str) -> npt.NDArray[np.bool_]:
     kind, sign = bits.dtype.type, 1 << (8 * bits.itemsize - 1)
-    found: npt.NDArray[np.bool_] = (bits & kind(sign - 1)) >= kind(_INFINITY.get(dtype, 0x7F))
+    found: npt.NDArray[np.bool_] = (bits & kind(sign - 1)) >= kind(_LIMITS[dtype])
     return found
 
 
 def _all_finite(bits: Bits, dtype: str) -> bool:
     """By the largest of either sign, which costs a fraction of looking at each."""
-    limit, sign = _INFINITY.get(dtype, 0x7F), 1 << (8 * bits.itemsize - 1)
+    limit, sign = _LIMITS[dtype], 1 << (8 * bits.itemsize - 1)
     signed = bits.view(f"<i{bits.itemsize}")
     return not bits.size or (int(bits.max()) < sign + limit and int(signed.max()) < limit)
 

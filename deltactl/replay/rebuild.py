@@ -14,11 +14,12 @@ import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import Malformed
 from deltactl.core.progress import Progress, silent
 from deltactl.files.atomic import atomic_file, copy_file, start_writing, write_at
 from deltactl.files.parallel import Meter, hash_threads, map_largest_first
-from deltactl.files.safetensors import DTYPE_BITS, make_header
+from deltactl.files.safetensors import make_header
 from deltactl.format.delta import Delta
 from deltactl.format.header import PLACEHOLDER, is_ours, seal, utf8
 from deltactl.replay.states import Stack, final_stacks
@@ -155,7 +156,7 @@ def _file_names(files: Sequence[str]) -> list[str]:
 
 def _aligned(stacks: Iterable[Stack]) -> tuple[Stack, ...]:
     """In order, but wide elements before narrow ones, so that each is aligned to its width."""
-    return tuple(sorted(stacks, key=lambda stack: -DTYPE_BITS[stack.dtype]))
+    return tuple(sorted(stacks, key=lambda stack: -DTYPES[stack.dtype].bits))
 
 
 def _plain_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

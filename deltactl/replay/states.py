@@ -16,8 +16,9 @@ import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.codec.base import BLOCK, BlockChanges, Decoder
-from deltactl.codec.bits import Bits, Bytes, element_bytes, elements
+from deltactl.codec.bits import Bits, Bytes, elements
 from deltactl.codec.room import room_for
+from deltactl.core.dtypes import element_bytes, elements_of
 from deltactl.core.errors import Conflict
 from deltactl.format.delta import Delta
 from deltactl.format.header import Record, utf8
@@ -158,7 +159,7 @@ def _put(of_tensor: list[Stack], number: int, delta: Delta, record: Record) -> N
         of_tensor.append(Stack(record.name, record.dtype, record.shape, data, number))
     else:
         assert current is not None
-        count = current.nbytes // element_bytes(current.dtype)
+        count = elements_of(current.dtype, current.shape)
         decoder = delta.decoder(record.name, current.dtype, count)
         current.layers.append(Layer(number, decoder, record))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from deltactl.chain.chain import Chain
 from deltactl.checkpoint.checkpoint import open_checkpoint
+from deltactl.core.dtypes import DTYPES, FLOATS, elements_of
 from deltactl.core.errors import Conflict, DeltactlError
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.server.layouts import config_of, is_tied
@@ -28,7 +28,7 @@ Specs = Mapping[str, Spec | None]
 HEAD = "lm_head.weight"
 """The one tensor that may be there or not, where the output layer shares the embedding."""
 
-_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_FLOATS = {code: str(DTYPES[code].torch) for code in FLOATS if DTYPES[code].bits >= 16}
 
 
 def specs_at(chain: Chain, step: int | None) -> dict[str, Spec]:
@@ -65,7 +65,7 @@ def float_of(specs: Specs) -> str | None:
     elements: Counter[str] = Counter()
     for spec in specs.values():
         if spec is not None and spec[0] in _FLOATS:
-            elements[_FLOATS[spec[0]]] += prod(spec[1])
+            elements[_FLOATS[spec[0]]] += elements_of(*spec)
     return max(elements, key=lambda dtype: elements[dtype], default=None)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deltactl.checkpoint.checkpoint import open_checkpoint
-from deltactl.checkpoint.torch_file import DTYPES, read_torch
+from deltactl.checkpoint.torch_file import read_torch
+from deltactl.core.dtypes import OF_TORCH
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Unsupported
 from tests.support.checkpoints import BITS, random_tensor, write_index
 
@@ -24,7 +25,7 @@ def save(path: Path, document: object, **options: object) -> Path:
 
 def tensor(name: str, *shape: int, seed: int = 0):
     """Random bits as a tensor of torch's dtype ``name``."""
-    width = BITS[DTYPES[name]] if name != "float4_e2m1fn_x2" else 8
+    width = BITS[OF_TORCH[name]] if name != "float4_e2m1fn_x2" else 8
     count = torch.Size(shape).numel() * width // 8
     code = "BOOL" if name == "bool" else "U8"
     raw = torch.frombuffer(bytearray(random_tensor(code, (count,), seed)[2]), dtype=torch.uint8)
@@ -47,7 +48,7 @@ def refusal(path: Path, kind: type[DeltactlError]) -> DeltactlError:
     return caught.value
 
 
-@pytest.mark.parametrize(("name", "code"), DTYPES.items(), ids=DTYPES)
+@pytest.mark.parametrize(("name", "code"), OF_TORCH.items(), ids=OF_TORCH)
 def test_every_dtype(name: str, code: str, tmp_path: Path) -> None:
     value = tensor(name, 3, 4)
     path = save(tmp_path / "x.pt", {"a": value, "empty": value[:0], "one": value[1:2, :1]})
@@ -63,7 +64,7 @@ def test_every_dtype(name: str, code: str, tmp_path: Path) -> None:
 def test_the_bytes_are_those_that_safetensors_writes(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    state = {name: tensor(name, 2, 6) for name in DTYPES}
+    state = {name: tensor(name, 2, 6) for name in OF_TORCH}
     save_file(state, tmp_path / "x.safetensors")
     save(tmp_path / "x.bin", state)
     a, b = open_checkpoint(tmp_path / "x.safetensors"), open_checkpoint(tmp_path / "x.bin")
@@ -76,7 +77,7 @@ def test_no_dtype_of_torch_is_forgotten() -> None:
     from safetensors.torch import _TYPES
 
     codes = {str(dtype).removeprefix("torch."): code for code, dtype in _TYPES.items()}
-    assert codes.items() <= DTYPES.items()
+    assert codes.items() <= OF_TORCH.items()
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".pt", ".pth", ""])

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from deltactl.codec.bits import (
     _PIECE,
-    SIGN_MAGNITUDE,
-    element_bytes,
     elements,
     mix64,
     positions_of,
@@ -22,6 +20,7 @@ from deltactl.codec.bits import (
     touch_sum,
     touch_sum_of_all,
 )
+from deltactl.core.dtypes import FLOATS, element_bytes
 from tests.support.adversarial import LAYOUTS, Bits, pairs, special_bits, unsigned
 from tests.support.checkpoints import BITS
 
@@ -67,7 +66,7 @@ def test_elements_of_unaligned_bytes() -> None:
 
 
 def test_floats_with_a_sign_are_those_with_a_layout() -> None:
-    assert LAYOUTS.keys() == SIGN_MAGNITUDE
+    assert LAYOUTS.keys() == FLOATS
 
 
 @pytest.mark.parametrize("dtype", BITS)

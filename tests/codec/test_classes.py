@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltactl.codec import classes as module
-from deltactl.codec.classes import EXPONENTS, Classes, exponents
+from deltactl.codec.classes import Classes, exponents
+from deltactl.core.dtypes import FLOATS
 from tests.support.adversarial import LAYOUTS, Bits, pairs, special_bits
 
 pytestmark = pytest.mark.usefixtures("loops")
@@ -33,7 +34,7 @@ def blocks(draw: st.DrawFn, dtype: str) -> tuple[Classes, Bits, npt.NDArray[np.i
     old, new = draw(pairs(dtype))
     active = draw(st.lists(st.booleans(), min_size=40, max_size=40))
     segments = np.array(active[: -(-old.size >> SEGMENT_BITS)] or [], np.uint8)
-    highest = EXPONENTS[dtype][1]
+    highest = FLOATS[dtype].highest
     borders = draw(st.sets(st.integers(1, highest), max_size=min(255, highest)))
     at = np.flatnonzero(old != new)
     at = at[segments[at >> SEGMENT_BITS] != 0] if segments.size else at[:0]
@@ -47,7 +48,7 @@ def class_of(classes: Classes, element: int) -> int:
     return sum(border <= value for border in classes.borders)
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 @given(data=st.data())
 @settings(max_examples=30)
 def test_ranks_are_what_they_are_defined_to_be_and_lead_back(
@@ -75,7 +76,7 @@ def test_ranks_are_what_they_are_defined_to_be_and_lead_back(
     assert np.array_equal(order[places], np.arange(at.size))
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 @given(data=st.data())
 @settings(max_examples=20)
 def test_ranks_that_are_not_there_are_not_found(dtype: str, data: st.DataObject) -> None:
@@ -96,10 +97,10 @@ def test_ranks_that_are_not_there_are_not_found(dtype: str, data: st.DataObject)
     assert np.all(classes.active[positions >> SEGMENT_BITS] != 0)
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_exponents_are_those_of_the_layout(dtype: str) -> None:
     exponent, mantissa = LAYOUTS[dtype]
-    assert EXPONENTS[dtype] == (mantissa, (1 << exponent) - 1)
+    assert FLOATS[dtype][:2] == (exponent, mantissa)
     special = special_bits(dtype)
     expected = [(element >> mantissa) % (1 << exponent) for element in special.tolist()]
     assert exponents(special, dtype).tolist() == expected

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltactl.codec.bits import split_steps
-from deltactl.codec.classes import EXPONENTS, MOST_CLASSES, SEGMENT
+from deltactl.codec.classes import MOST_CLASSES, SEGMENT
 from deltactl.codec.grouping import choose_borders, silent_segments
 from deltactl.codec.ulp_ctx import UlpCtx
+from deltactl.core.dtypes import FLOATS
 from tests.support.adversarial import Bits, pairs, unsigned
 
 Mask = npt.NDArray[np.bool_]
@@ -19,7 +20,7 @@ Mask = npt.NDArray[np.bool_]
 
 def elements(dtype: str, exponents: npt.NDArray[np.int64], seed: int = 1) -> Bits:
     """Elements with these exponents, and random signs and mantissas."""
-    kind, (shift, mask) = unsigned(dtype), EXPONENTS[dtype]
+    kind, shift, mask = unsigned(dtype), FLOATS[dtype].mantissa, FLOATS[dtype].highest
     noise = np.random.default_rng(seed).bytes(exponents.size * kind.itemsize)
     clear = kind.type(((1 << (8 * kind.itemsize)) - 1) ^ (mask << shift))
     return (np.frombuffer(noise, kind) & clear) | (exponents.astype(kind) << kind.type(shift))
@@ -37,7 +38,7 @@ def borders(dtype: str, base: Bits, changes: Mask, units: int = 1) -> tuple[int,
 # Borders.
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 @given(data=st.data())
 @settings(max_examples=30)
 def test_borders_rise_and_are_exponents(dtype: str, data: st.DataObject) -> None:
@@ -48,13 +49,13 @@ def test_borders_rise_and_are_exponents(dtype: str, data: st.DataObject) -> None
     steps, _ = split_steps(old[at], new[at], dtype)
     found = choose_borders(old, old[at], steps, dtype)
     assert list(found) == sorted(set(found))
-    assert all(0 < border <= EXPONENTS[dtype][1] for border in found)
+    assert all(0 < border <= FLOATS[dtype].highest for border in found)
     assert len(found) < MOST_CLASSES
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_two_exponents_that_behave_differently_are_told_apart(dtype: str) -> None:
-    low, high = 1, EXPONENTS[dtype][1]
+    low, high = 1, FLOATS[dtype].highest
     random = np.random.default_rng(5)
     exponents = np.where(random.random(20_000) < 0.5, low, high)
     base = elements(dtype, exponents)
@@ -63,10 +64,10 @@ def test_two_exponents_that_behave_differently_are_told_apart(dtype: str) -> Non
     assert low < border <= high
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_exponents_that_behave_alike_are_one_class(dtype: str) -> None:
     random = np.random.default_rng(6)
-    exponents = random.integers(1, min(EXPONENTS[dtype][1], 30), 20_000)
+    exponents = random.integers(1, min(FLOATS[dtype].highest, 30), 20_000)
     assert borders(dtype, elements(dtype, exponents), random.random(20_000) < 0.1) == ()
 
 

@@ -17,9 +17,10 @@ from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.codec import ENCODINGS, classes, golomb, grouping, ulp_ctx
 from deltactl.codec.base import StoredPart, Target
 from deltactl.codec.bits import split_steps
-from deltactl.codec.classes import EXPONENTS, SEGMENT
+from deltactl.codec.classes import SEGMENT
 from deltactl.codec.golomb import leb128
 from deltactl.codec.ulp_ctx import UlpCtx, UlpCtxDecoder
+from deltactl.core.dtypes import FLOATS
 from deltactl.core.errors import Conflict, Malformed
 from deltactl.format.delta import open_delta
 from deltactl.ops.apply import apply_delta
@@ -74,7 +75,7 @@ def short_segments(bits: int = 3) -> Iterator[None]:
 # There and back.
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 @given(data=st.data())
 @settings(max_examples=60)
 def test_any_changes_come_back_by_classes(dtype: str, data: st.DataObject) -> None:
@@ -82,7 +83,7 @@ def test_any_changes_come_back_by_classes(dtype: str, data: st.DataObject) -> No
     old, new = data.draw(pairs(dtype))
     if np.array_equal(old, new):
         return
-    borders = data.draw(st.sets(st.integers(1, EXPONENTS[dtype][1]), max_size=255))
+    borders = data.draw(st.sets(st.integers(1, FLOATS[dtype].highest), max_size=255))
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             patch.setattr(ulp_ctx, "choose_borders", lambda *_: tuple(sorted(borders)))
@@ -141,23 +142,22 @@ def top(dtype: str) -> np.unsignedinteger:
 
 
 def denormals(dtype: str) -> Bits:
-    found = np.arange(3000).astype(unsigned(dtype)) % (1 << EXPONENTS[dtype][0])
+    found = np.arange(3000).astype(unsigned(dtype)) % (1 << FLOATS[dtype].mantissa)
     return found | np.where(np.arange(3000) % 2, top(dtype), 0).astype(found.dtype)
 
 
 def infinities(dtype: str) -> Bits:
-    shift, mask = EXPONENTS[dtype]
-    infinity = mask << shift
+    infinity = FLOATS[dtype].highest << FLOATS[dtype].mantissa
     return np.resize(np.array([infinity, infinity | int(top(dtype))], unsigned(dtype)), 3000)
 
 
 def border(dtype: str) -> Bits:
     """The first element of an exponent, and the last of the one before."""
-    first = (EXPONENTS[dtype][1] // 2) << EXPONENTS[dtype][0]
+    first = (FLOATS[dtype].highest // 2) << FLOATS[dtype].mantissa
     return np.resize(np.array([first, first - 1], unsigned(dtype)), 3000)
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("case", CONTENT)
 def test_adversarial_content(dtype: str, case: str) -> None:
     old, new = CONTENT[case](dtype)
@@ -171,7 +171,7 @@ def test_adversarial_content(dtype: str, case: str) -> None:
         assert np.array_equal(decoded(decoder_of(dtype, old.size, count, block), old), new)
 
 
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_steps_are_known_without_the_base(dtype: str) -> None:
     """Which they are, if not whose."""
     old, new = moved(dtype, 3000, far=9)
@@ -205,7 +205,7 @@ def test_smaller_than_ulp_upon_weights(dtype: str) -> None:
     assert size < 0.85 * encoded("ulp", dtype, old, new)[".ulp"].data.size
 
 
-@pytest.mark.parametrize("dtype", sorted(BITS.keys() - EXPONENTS.keys()))
+@pytest.mark.parametrize("dtype", sorted(BITS.keys() - FLOATS.keys()))
 def test_without_exponents_there_are_no_classes(dtype: str) -> None:
     old = np.zeros(4000, unsigned(dtype))
     new = old.copy()
@@ -252,7 +252,7 @@ def hostile_blocks(dtype: str, form: int) -> tuple[Bits, int, bytes]:
     if form == 2:
         new = np.where(np.arange(600) // 64 % 3 == 1, new, old)
     with short_segments(6 if form == 2 else 20), pytest.MonkeyPatch.context() as patch:
-        middle = EXPONENTS[dtype][1] // 2 - 1
+        middle = FLOATS[dtype].highest // 2 - 1
         patch.setattr(ulp_ctx, "choose_borders", lambda *_: (middle,))
         count, block = by_classes(dtype, old, new)
     assert block[0] == form

@@ -16,9 +16,10 @@ from deltactl.codec.bits import (
     take_split_steps,
     touch_sum,
 )
-from deltactl.codec.classes import EXPONENTS, Classes
+from deltactl.codec.classes import Classes
 from deltactl.codec.ulp import gaps_of
 from deltactl.core import native
+from deltactl.core.dtypes import FLOATS
 from tests.support.adversarial import Bits, special_bits, unsigned
 from tests.support.checkpoints import BITS
 from tests.support.tools import REQUIRED, need_kernel
@@ -244,12 +245,12 @@ def test_join_of_wide_values(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [*LENGTHS, 1023, 1024, 1025, 5000])
-@pytest.mark.parametrize("dtype", EXPONENTS)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_ranks_and_select(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = np.random.default_rng(size)
     found = unaligned(elements(dtype, size))
     active = (random.random(-(-size // 1024)) < 0.7).astype(np.uint8)
-    highest = EXPONENTS[dtype][1]
+    highest = FLOATS[dtype].highest
     for count in (0, 1, 5, min(highest, 255)):
         borders = sorted((1 + random.choice(highest, min(count, highest), replace=False)).tolist())
         classes = Classes(dtype, tuple(borders), active)

@@ -13,16 +13,15 @@ import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltactl.core.dtypes import DTYPES, nbytes_of
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Unsupported
 from deltactl.files import safetensors as safetensors_io
 from deltactl.files.safetensors import (
-    DTYPE_BITS,
     MAX_HEADER,
     Header,
     make_header,
     map_bytes,
     map_file,
-    nbytes_of,
     parse_header,
     read_header,
 )
@@ -239,10 +238,10 @@ def test_names_may_be_any_text() -> None:
 
 
 def test_the_table_of_dtypes_is_the_librarys() -> None:
-    assert dict(DTYPE_BITS) == dict(BITS)
+    assert {code: row.bits for code, row in DTYPES.items()} == dict(BITS)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (8,), (2, 4, 3)], ids=str)
 def test_every_dtype_and_shape_is_read_as_the_library_reads_it(
     dtype: str, shape: tuple[int, ...]

@@ -9,7 +9,7 @@ from deltactl.core.errors import DeltactlError, Malformed, Unproven
 from deltactl.format.anchor import AnchorHeader
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.metadata_check import check_total
-from deltactl.format.tensor_table import Table, after_delta, elements_of
+from deltactl.format.tensor_table import Table, after_delta
 
 
 def doubts(chain: Chain, link: Link) -> list[DeltactlError]:
@@ -129,5 +129,5 @@ def _advance(table: Table, header: DeltaHeader) -> Table:
             expected=header.result_state,
             found=found,
         )
-    check_total(header.metadata, sum(map(elements_of, after.values())), header.file)
+    check_total(header.metadata, sum(tensor.elements for tensor in after.values()), header.file)
     return after

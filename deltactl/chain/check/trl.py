@@ -11,7 +11,7 @@ from deltactl.format.anchor import AnchorHeader
 from deltactl.format.delta import Delta
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.header import Record
-from deltactl.format.tensor_table import Table, elements_of
+from deltactl.format.tensor_table import Table
 
 _MOST_ELEMENTS = 1 << 48
 """Bounds the indices where nothing is known of the tensor."""
@@ -50,9 +50,9 @@ def _record_fault(header: DeltaHeader, record: Record, before: Table) -> Malform
     elif record.dtype != tensor.dtype:
         what = "the delta's values have another dtype than the tensor"
         expected, found = tensor.dtype, str(record.dtype)
-    elif record.changed > elements_of(tensor):
+    elif record.changed > tensor.elements:
         what = "the delta changes more elements than the tensor has"
-        expected, found = f"<= {elements_of(tensor)}", str(record.changed)
+        expected, found = f"<= {tensor.elements}", str(record.changed)
     if not what:
         return None
     return Malformed(
@@ -87,4 +87,4 @@ def check_data(delta: Delta, before: Table | None = None) -> None:
         if before is None:
             delta.decoder(record.name, record.dtype, most)
         elif _record_fault(delta.header, record, before) is None:
-            delta.decoder(record.name, record.dtype, elements_of(before[record.name]))
+            delta.decoder(record.name, record.dtype, before[record.name].elements)

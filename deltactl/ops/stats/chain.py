@@ -9,10 +9,9 @@ from deltactl.chain.chain import Link
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.codec import ENCODINGS
-from deltactl.codec.bits import element_bytes
+from deltactl.core.dtypes import elements_of, nbytes_of
 from deltactl.core.errors import NotFound
 from deltactl.core.progress import Progress, silent
-from deltactl.files.safetensors import nbytes_of
 from deltactl.format.anchor import AnchorHeader
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.header import Record, utf8
@@ -91,9 +90,9 @@ class _Lived:
 
     @property
     def elements(self) -> int | None:
-        if self.dtype is None or self.nbytes is None:
+        if self.dtype is None or self.shape is None:
             return None
-        return self.nbytes // element_bytes(self.dtype)
+        return elements_of(self.dtype, self.shape)
 
 
 class _History:

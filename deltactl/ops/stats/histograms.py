@@ -7,24 +7,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.codec.bits import SIGN_MAGNITUDE, Bits, Steps
+from deltactl.codec.bits import Bits, Steps
+from deltactl.core.dtypes import FLOATS
 
 _BINS = 64
 _EDGES = np.array([1 << n for n in range(_BINS)], np.uint64)
-
-_FIELDS = {
-    # dtype: bits of the exponent, bits of the mantissa below it, bias
-    "BF16": (8, 7, 127),
-    "F16": (5, 10, 15),
-    "F32": (8, 23, 127),
-    "F64": (11, 52, 1023),
-    "F8_E4M3": (4, 3, 7),
-    "F8_E4M3FNUZ": (4, 3, 8),
-    "F8_E5M2": (5, 2, 15),
-    "F8_E5M2FNUZ": (5, 2, 16),
-}
-
-assert _FIELDS.keys() == SIGN_MAGNITUDE
 
 
 class StepCounts:
@@ -95,14 +82,14 @@ class ExponentCounts:
 
     def add(self, base: Bits, changed: Bits, dtype: str) -> None:
         """Count all elements of a piece of the base, and those of it that change."""
-        if dtype not in _FIELDS:
+        if dtype not in FLOATS:
             return
         counts = self._of(dtype)
         counts[0] += _by_exponent(base, dtype)
         counts[1] += _by_exponent(changed, dtype)
 
     def _of(self, dtype: str) -> npt.NDArray[np.int64]:
-        return self._counts.setdefault(dtype, np.zeros((2, 1 << _FIELDS[dtype][0]), np.int64))
+        return self._counts.setdefault(dtype, np.zeros((2, 1 << FLOATS[dtype].exponent), np.int64))
 
     def merge(self, other: ExponentCounts) -> None:
         """Add another's counts to these."""
@@ -114,7 +101,7 @@ class ExponentCounts:
         smallest normal number for subnormal ones), elements, changed, rate."""
         rows = []
         for dtype, (elements, changed) in sorted(self._counts.items()):
-            bias = _FIELDS[dtype][2]
+            bias = FLOATS[dtype].bias
             for exponent in np.flatnonzero(elements).tolist():
                 count, moved = int(elements[exponent]), int(changed[exponent])
                 rows.append(
@@ -132,7 +119,7 @@ class ExponentCounts:
 
 def _by_exponent(bits: Bits, dtype: str) -> npt.NDArray[np.int64]:
     """How many elements have each exponent, shape (2^bits of the exponent,)."""
-    width, mantissa, _ = _FIELDS[dtype]
+    width, mantissa = FLOATS[dtype].exponent, FLOATS[dtype].mantissa
     shifted = (bits >> bits.dtype.type(mantissa)).astype(np.uint8 if width <= 8 else np.uint16)
     if width < 8 or width > 8:
         shifted &= shifted.dtype.type((1 << width) - 1)  # else the sign was cut off already

@@ -8,10 +8,10 @@ import numpy as np
 
 from deltactl.codec import ENCODINGS
 from deltactl.codec.base import BLOCK
-from deltactl.codec.bits import SIGN_MAGNITUDE
 from deltactl.codec.room import room_for
 from deltactl.codec.ulp import SteppedBits
 from deltactl.codec.ulp_ctx import UlpCtxDecoder
+from deltactl.core.dtypes import FLOATS
 from deltactl.core.progress import Progress, silent
 from deltactl.files.parallel import Meter, map_largest_first
 from deltactl.format.delta import Delta
@@ -102,11 +102,11 @@ def _measure_sparse(delta: Delta, record: Record, row: TensorStats) -> Measured:
         length = min(BLOCK, limit - start)
         with room_for(decoder.count_in(number)):
             if isinstance(decoder, UlpCtxDecoder):
-                if dtype in SIGN_MAGNITUDE:
+                if dtype in FLOATS:
                     steps.add(decoder.steps(number, length).joined())
                 continue
             changes = decoder.block(number, np.empty(length, np.uint8))
-            if isinstance(changes, SteppedBits) and dtype in SIGN_MAGNITUDE:
+            if isinstance(changes, SteppedBits) and dtype in FLOATS:
                 steps.add(changes.steps.joined())
             gaps.add(changes.positions, start)
             del changes

@@ -9,8 +9,8 @@ import numpy as np
 
 from deltactl.codec import ENCODINGS
 from deltactl.codec.absolute import gap_dtype, index_dtype
-from deltactl.codec.bits import Positions, element_bytes
-from deltactl.files.safetensors import DTYPE_BITS
+from deltactl.codec.bits import Positions
+from deltactl.core.dtypes import element_bytes
 from deltactl.ops.stats.histograms import ExponentCounts, StepCounts
 from deltactl.ops.stats.report import Sizes, Source, Stats, TensorStats, share_kept, total
 
@@ -85,18 +85,14 @@ class Gaps:
         """Bytes in one of ABSOLUTE; ``elements``: the tensor's, None where they are not known."""
         if encoding == "raw":
             return raw_bytes(self.count, dtype, elements or self._last + 1)
-        return self.count * (_width(gap_dtype(self._widest)) + element_bytes(dtype))
+        return self.count * (element_bytes(gap_dtype(self._widest)) + element_bytes(dtype))
 
 
 def raw_bytes(changed: int, dtype: str, elements: int) -> int:
     """Bytes of ``changed`` elements of a tensor in raw."""
-    return changed * (_width(index_dtype(elements)) + element_bytes(dtype))
+    return changed * (element_bytes(index_dtype(elements)) + element_bytes(dtype))
 
 
 def all_gaps_bytes(changed: int, dtype: str) -> int:
     """Bytes of a tensor in gap_delta of which all elements change."""
-    return changed * (_width(gap_dtype(0)) + element_bytes(dtype))
-
-
-def _width(dtype: str) -> int:
-    return DTYPE_BITS[dtype] // 8
+    return changed * (element_bytes(gap_dtype(0)) + element_bytes(dtype))

@@ -7,18 +7,11 @@ import numpy as np
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.codec import ENCODINGS
 from deltactl.codec.base import BLOCK, EncodedBlock, Target
-from deltactl.codec.bits import (
-    SIGN_MAGNITUDE,
-    Bits,
-    Positions,
-    changes_between,
-    elements,
-    steps_between,
-)
+from deltactl.codec.bits import Bits, Positions, changes_between, elements, steps_between
+from deltactl.core.dtypes import FLOATS
 from deltactl.core.progress import Progress, silent
 from deltactl.files.atomic import Segment, Spool
 from deltactl.files.parallel import Meter, map_largest_first
-from deltactl.files.safetensors import nbytes_of
 from deltactl.format.header import utf8
 from deltactl.ops.stats.histograms import ExponentCounts, StepCounts
 from deltactl.ops.stats.measured import ABSOLUTE, Gaps, Measured, same_in_all, together
@@ -106,7 +99,7 @@ class _Comparison:
         found = changes_between(old, new, at - start, at)
         before, after = found.before, found.after
         dtype = self._tensor.dtype
-        if dtype in SIGN_MAGNITUDE:
+        if dtype in FLOATS:
             self._steps.add(steps_between(before, after, dtype))
             self._steps.add_flips(before, after)
             self._exponents.add(old, before, dtype)
@@ -122,6 +115,6 @@ class _Comparison:
         with Spool() as empty:  # these parts' sizes follow from the lengths of their streams
             for name, codec in self._codecs.items():
                 parts = codec.parts(target, self._blocks[name], empty)
-                size = sum(nbytes_of(part.dtype, part.shape) for part in parts)
+                size = sum(part.nbytes for part in parts)
                 sizes[name] = min(size, tensor.nbytes) if codec.dense_if_smaller else size
         return sizes

@@ -17,7 +17,7 @@ from deltactl.files.atomic import Spool, atomic_file
 from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.format.delta_header import DENSE
 from deltactl.format.header import Record, utf8
-from deltactl.ops.diff import Compared, DeltaWriter, DiffReport, part_bytes, report_of
+from deltactl.ops.diff import Compared, DeltaWriter, DiffReport, report_of
 from deltactl.ops.oddities import Changed, odd_whole
 from deltactl.trainer.capture.capture import Capture, ChunkChange, TensorChange
 from deltactl.trainer.capture.mirror import Held
@@ -124,7 +124,7 @@ class _Tensor:
         target = Target("", held.name, held.dtype, held.bits.size)
         parts = self._codec.parts(target, blocks, self._spool)
         record = Record(held.name, "sparse", held.dtype, held.shape, count, after.digest)
-        if self._codec.dense_if_smaller and sum(map(part_bytes, parts)) >= held.data.size:
+        if self._codec.dense_if_smaller and sum(part.nbytes for part in parts) >= held.data.size:
             return replace(record, kind="dense"), (_dense(held),)
         change = self._change
         return replace(record, old_sum=change.old_sum, new_sum=change.new_sum), parts

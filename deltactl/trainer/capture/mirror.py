@@ -14,8 +14,8 @@ import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Shard, Tensor
 from deltactl.codec.bits import Bits, Bytes, elements
+from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import UsageError
-from deltactl.files.safetensors import nbytes_of
 from deltactl.format.header import utf8
 
 MEMORY: Final = "memory"

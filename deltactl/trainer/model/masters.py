@@ -12,9 +12,8 @@ import torch
 from deltactl.codec import encoding_named
 from deltactl.codec.base import BLOCK, EncodedBlock, Encoding, Target
 from deltactl.codec.bits import Bits, changes_between
+from deltactl.core.dtypes import nbytes_of
 from deltactl.files.atomic import Spool
-from deltactl.files.safetensors import nbytes_of
-from deltactl.ops.diff import part_bytes
 from deltactl.trainer.capture.capture import Capture, TensorChange
 from deltactl.trainer.report import log
 
@@ -66,7 +65,7 @@ class _Tensor:
         if not self.blocks:
             return 0
         target = Target("", "", self._dtype, self.elements)
-        size = sum(map(part_bytes, self._codec.parts(target, self.blocks, self._spool)))
+        size = sum(part.nbytes for part in self._codec.parts(target, self.blocks, self._spool))
         dense = nbytes_of(self._dtype, (self.elements,))
         return min(size, dense) if self._codec.dense_if_smaller else size
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
 from deltactl.codec.bits import Bits, elements
+from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import Unsupported, UsageError
-from deltactl.files.safetensors import nbytes_of
 
 CHUNK = 1 << 22
 """Bytes of each side looked at together, as in ops.diff."""
@@ -24,18 +25,7 @@ _CAST = 1 << 14
 """Elements rounded at a time: below the size at which torch would start threads of its own, which
 would only get into the way of ours."""
 
-_CODES: dict[torch.dtype, str] = {
-    getattr(torch, name): code
-    for name, code in {
-        "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32",
-        "int64": "I64", "uint16": "U16", "uint32": "U32", "uint64": "U64", "float16": "F16",
-        "bfloat16": "BF16", "float32": "F32", "float64": "F64", "complex64": "C64",
-        "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    }.items()
-    if hasattr(torch, name)
-}  # fmt: skip
-
+_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 
 _LEFT_OUT = "names={...: None}"
 

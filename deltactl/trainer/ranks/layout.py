@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import Unsupported, UsageError
-from deltactl.files.safetensors import nbytes_of
 from deltactl.format.header import utf8
 from deltactl.trainer.ranks.piece import Piece
 

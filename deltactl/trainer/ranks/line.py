@@ -13,7 +13,6 @@ from deltactl.chain.store import Bucket
 from deltactl.core.digest import state_digest
 from deltactl.format.delta_index import DELTA_INDEX, delta_index, parse_delta_index, part_name
 from deltactl.format.link_names import delta_directory
-from deltactl.format.tensor_table import elements_of
 from deltactl.ops.oddities import of_first
 from deltactl.trainer.capture.capture import Capture
 from deltactl.trainer.capture.encode import States, write_delta
@@ -155,7 +154,7 @@ class RankLine(Account):
             self._table = {state.name: state for state in found.tensors}
             publication = replace(
                 _publication(taken, "anchor"),
-                total_elements=sum(map(elements_of, found.tensors)),
+                total_elements=sum(tensor.elements for tensor in found.tensors),
                 state=state_digest(found.tensors),
                 bytes=found.nbytes,
             )

@@ -19,19 +19,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
 from deltactl.vllm.layout.address_space import Arena, Block, Blocks, Lost
 from deltactl.vllm.layout.regions import Axis, TensorSpec
-
-DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
-    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
-    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
-"""The dtypes of whole bytes that torch has, by safetensors code."""
 
 _COPY = torch.ops.aten.copy_.default
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -107,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def feed(self, spec: TensorSpec) -> torch.Tensor:
         """Zeros of that shape and dtype, which are recognised wherever they go."""
-        dtype = DTYPES[spec.dtype]
+        dtype = TORCH_DTYPES[spec.dtype]
         memory = self._arena.take(spec.elements * dtype.itemsize)
         start = memory.ctypes.data
         whole = (max(spec.elements, 1), 1, 1)

@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
 from deltactl.vllm.layout.derived import kept_beside, made_over
 from deltactl.vllm.layout.ownership import Ownership, Summary, box, overlap, owners
 from deltactl.vllm.layout.regions import Located, MappedTensor, Region, TensorSpec, region
-from deltactl.vllm.layout.tracing import DTYPES, KeepData, Live, LiveStorages, Recorder, Write
+from deltactl.vllm.layout.tracing import KeepData, Live, LiveStorages, Recorder, Write
 
 __all__ = ["Located", "MappedTensor", "Region", "Storage", "TensorSpec", "WeightMap", "record"]
 
@@ -202,7 +203,7 @@ class _Recording:
 
     def run(self, specs: Sequence[TensorSpec]) -> None:
         for spec in specs:
-            if spec.dtype in DTYPES:
+            if spec.dtype in TORCH_DTYPES:
                 self._specs.append(spec)
             else:
                 self._failed[spec.name] = f"torch has no dtype for {spec.dtype}"

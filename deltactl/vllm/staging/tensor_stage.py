@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from deltactl.codec.bits import Bits, Positions, element_bytes, elements
+from deltactl.codec.bits import Bits, Positions, elements
+from deltactl.core.dtypes import element_bytes
 from deltactl.core.errors import Conflict
 from deltactl.vllm.layout.regions import Located, MappedTensor
 from deltactl.vllm.layout.weight_map import Storage

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor, open_checkpoint
-from deltactl.codec.bits import element_bytes, elements, touch_sum_of_all
+from deltactl.codec.bits import elements, touch_sum_of_all
 from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.dtypes import element_bytes
 from deltactl.core.errors import Conflict
 from deltactl.files.atomic import atomic_file
 from deltactl.files.cache import forget_others, held_place
