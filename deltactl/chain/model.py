@@ -14,15 +14,15 @@ from deltactl.chain.admission import (
     check_same_model,
 )
 from deltactl.chain.chain import Chain, Link
-from deltactl.chain.check.anchor import aux_files, digest_fault
+from deltactl.chain.check.objects import aux_files, object_of
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.checkpoint.hf_directory import shard_of_several
-from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError, NotFound
 from deltactl.files.json_bounds import MODEL_CONFIG
 from deltactl.files.untrusted import open_regular, parse_json
-from deltactl.format.anchor import INDEX, AnchorFile, AnchorHeader
+from deltactl.format.anchor import AnchorFile, AnchorHeader
+from deltactl.format.checker import expected_file, stream_faults
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.tensor_table import Table, after_delta
 from deltactl.replay.rebuild import ADAPTER
@@ -121,9 +121,8 @@ def _anchor_architecture(bucket: Bucket, anchor: Link) -> Architecture:
 
 
 def _fetched(bucket: Bucket, anchor: Link, file: AnchorFile) -> bytes:
-    name = anchor.name.removesuffix(INDEX) + file.name
+    name = object_of(anchor, file)
     raw = bytes(bucket.read(name, 0, file.nbytes))
-    fault = digest_fault(anchor, file, hasher().update(raw).hexdigest())
-    if fault is not None:
+    for fault in stream_faults(expected_file(file, name, anchor.step), [raw]):
         raise fault
     return raw

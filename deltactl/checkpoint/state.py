@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
-from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.digest import TensorState, digest_of, state_digest
 from deltactl.core.progress import Progress, silent
 from deltactl.files.parallel import Meter, hash_threads, map_largest_first
-from deltactl.files.safetensors import read_header
 from deltactl.files.untrusted import os_errors
-
-_CHUNK = 1 << 22
 
 
 def tensor_states(
@@ -23,12 +18,8 @@ def tensor_states(
     meter = Meter(progress, what, sum(sizes))
 
     def digest(tensor: Tensor) -> TensorState:
-        found = hasher(hash_threads(tensor.nbytes, sizes))
-        for at in range(0, tensor.nbytes, _CHUNK):
-            piece = tensor.data[at : at + _CHUNK]
-            found.update(piece)
-            meter.add(piece.size)
-        return TensorState(tensor.name, tensor.dtype, tensor.shape, found.hexdigest())
+        found = digest_of(tensor.data, hash_threads(tensor.nbytes, sizes), meter.add)
+        return TensorState(tensor.name, tensor.dtype, tensor.shape, found)
 
     return tuple(map_largest_first(digest, tensors, lambda tensor: tensor.nbytes))
 
@@ -36,12 +27,6 @@ def tensor_states(
 def state_of(checkpoint: Checkpoint, *, progress: Progress = silent) -> str:
     """The state digest of a checkpoint; reads every byte."""
     return state_digest(tensor_states(checkpoint, progress=progress))
-
-
-def header_digest(path: Path) -> str:
-    """The digest of a safetensors file's header: its length and its JSON. Raises as read_header."""
-    found: str = hasher().update(read_header(path).raw).hexdigest()
-    return found
 
 
 def fingerprint(checkpoint: Checkpoint) -> tuple[tuple[str, int, int, int], ...]:

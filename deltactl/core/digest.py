@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
 
 from deltactl.core.dtypes import elements_of, nbytes_of
+
+_PIECE = 1 << 22
 
 HEX_DIGITS = 64
 """Digits of a digest: BLAKE3's 32 bytes in lower-case hexadecimal."""
@@ -37,6 +39,19 @@ class TensorState:
 def hasher(threads: int = 1) -> Any:
     """A new BLAKE3 hasher: ``update(bytes-like)``, ``hexdigest()``."""
     return blake3(max_threads=threads)
+
+
+def digest_of(data: Any, threads: int = 1, told: Callable[[int], object] | None = None) -> str:
+    """The digest of contiguous bytes, or of an array of them; ``told`` how many were read, piece by
+    piece."""
+    digest, view = hasher(threads), memoryview(data)
+    for at in range(0, len(view), _PIECE):
+        piece = view[at : at + _PIECE]
+        digest.update(piece)
+        if told is not None:
+            told(len(piece))
+    found: str = digest.hexdigest()
+    return found
 
 
 def state_digest(tensors: Iterable[TensorState]) -> str:

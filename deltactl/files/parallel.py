@@ -11,6 +11,8 @@ from typing import TypeVar
 from deltactl.core.progress import Progress
 from deltactl.files.mapped import sound_sources
 
+_WORTH_THREADS = 1 << 24  # bytes: some milliseconds of hashing
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -28,9 +30,12 @@ def map_largest_first(
     Raises the first error; work that has not begun by then is dropped. Raises Malformed for a
     mapped file that was torn meanwhile.
     """
+    if len(items) < 2:  # no thread is begun for it
+        with sound_sources():
+            return [work(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: -size(items[i]))
     results: dict[int, R] = {}
-    with ThreadPoolExecutor(min(cores(), max(1, len(items)))) as pool:
+    with ThreadPoolExecutor(min(cores(), len(items))) as pool:
         futures = {pool.submit(work, items[i]): i for i in order}
         try:
             with sound_sources():
@@ -46,9 +51,9 @@ def hash_threads(size: int, sizes: Iterable[int]) -> int:
     """Threads for hashing one tensor of ``size`` bytes among ``sizes``.
 
     One, as tensors are hashed side by side; all cores for a tensor so large that the others would
-    wait for it.
+    wait for it, and not over before threads for it alone have begun.
     """
-    return cores() if size * cores() > sum(sizes) else 1
+    return cores() if size >= _WORTH_THREADS and size * cores() > sum(sizes) else 1
 
 
 class Meter:

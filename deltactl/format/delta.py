@@ -14,11 +14,11 @@ from pathlib import Path
 from deltactl.codec import ENCODINGS
 from deltactl.codec.base import Decoder, StoredPart, Target
 from deltactl.codec.bits import Bytes
-from deltactl.core.digest import hasher
-from deltactl.core.errors import Malformed, NotFound, Unproven
-from deltactl.files.mapped import check_mapped, mapped_fault, sound_sources
+from deltactl.core.errors import DeltactlError, Malformed, NotFound, Unproven
+from deltactl.files.mapped import check_mapped, mapped_fault
 from deltactl.files.safetensors import Header, map_file
 from deltactl.files.untrusted import read_index
+from deltactl.format.checker import Expected, expected_of, mapped_faults
 from deltactl.format.delta_header import (
     DENSE,
     DeltaHeader,
@@ -35,41 +35,17 @@ __all__ = [
     "DeltaHeader",
     "open_delta",
     "parse_delta",
-    "part_fault",
-    "payload_fault",
 ]
-
-
-def payload_fault(file: object, expected: str, found: str) -> Malformed:
-    """The error for a payload that has another digest."""
-    what = "the payload does not have the digest that the header names"
-    return Malformed(what, file=file, expected=expected, found=found)
-
-
-def part_fault(file: object, expected: str, found: str) -> Malformed:
-    """The error for a file of several whose header has another digest."""
-    what = "the part's header does not have the digest that the delta's index names"
-    return Malformed(what, file=file, expected=expected, found=found)
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One mapped file; ``payload_digest``: what its payload should have, None in TRL's."""
+    """One mapped file, and what it has to be."""
 
     path: Path
     header: Header
     data: Bytes
-    payload_digest: str | None
-
-    def check_payload(self) -> None:
-        if self.payload_digest is None:
-            raise Unproven("the delta carries no digest of its payload", file=self.path)
-        digest = hasher()
-        payload = self.data[len(self.header.raw) :]
-        for at in range(0, payload.size, 1 << 20):
-            digest.update(payload[at : at + (1 << 20)])
-        if digest.hexdigest() != self.payload_digest:
-            raise payload_fault(self.path, self.payload_digest, digest.hexdigest())
+    expected: Expected
 
 
 class Delta:
@@ -84,7 +60,8 @@ class Delta:
         else:
             raw, data = map_file(path)
             self.header = parse_delta(raw, path)
-            self._files = [_File(path, raw, data, self.header.payload_digest)]
+            expected = expected_of(self.header, None, path, data.size)
+            self._files = [_File(path, raw, data, expected)]
         self._entries = {
             key: StoredPart(entry.dtype, entry.shape, file.data[entry.start : entry.stop])
             for file in self._files
@@ -103,13 +80,12 @@ class Delta:
         if data.size != part.nbytes:
             what = "a file of the delta has another size"
             raise Malformed(what, file=path, expected=part.nbytes, found=data.size)
-        found = hasher().update(raw.raw).hexdigest()
-        if found != part.header_digest:
-            raise part_fault(path, part.header_digest, found)
+        expected = expected_of(self.header, part.name, path, data.size)
+        expected.spans(raw.raw)
         homes = self.header.homes
         records = [r for r in self.records.values() if homes.get(r.name) == part.name]
         check_entries(raw, records, self.header.keys, path)
-        return _File(path, raw, data, part.payload_digest)
+        return _File(path, raw, data, expected)
 
     def _check_sizes(self) -> None:
         """Raise Malformed where a tensor takes another number of bytes than the index says."""
@@ -136,11 +112,16 @@ class Delta:
         for file in self._files if self.header.files else ():
             yield file.path, file.header
 
+    def payload_faults(self) -> list[DeltactlError]:
+        """Every byte against its digest. Raises Unproven where there is none."""
+        if not self.header.has_digests:
+            raise Unproven("the delta carries no digest of its payload", file=self.path)
+        return mapped_faults([(file.expected, file.data) for file in self._files])
+
     def check_payload(self) -> None:
-        """Compare the payload with its digest. Raises Malformed; Unproven where there is none."""
-        with sound_sources(*(file.data for file in self._files)):
-            for file in self._files:
-                file.check_payload()
+        """Raise the first of its payload's faults, Malformed; Unproven where it has no digest."""
+        for fault in self.payload_faults():
+            raise fault
 
     def stands(self) -> bool:
         """Whether its files are still what was mapped."""

@@ -10,8 +10,8 @@ from shlex import quote
 
 from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check.links import link_faults
+from deltactl.chain.check.objects import seal_of
 from deltactl.chain.check.payload import payload_faults
-from deltactl.chain.check.stream import identity
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket, holds_bytes
 from deltactl.chain.transfer.fetching import Fetched, batches, fetched
@@ -145,9 +145,9 @@ def _agreeing(chain: Chain, there: Chain) -> set[str]:
             )
             if link.step >= first and not known:
                 raise _other(there, link, "no such link in the source")
-        elif identity(mine) != identity(link) or mine.bytes != link.bytes:
+        elif seal_of(mine) != seal_of(link) or mine.bytes != link.bytes:
             raise _other(there, link, f"state {mine.result_state}, {mine.bytes} bytes")
-        elif identity(mine) is not None:
+        elif seal_of(mine) is not None:
             same.add(link.name)
     return same
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from shlex import quote
 
 from deltactl.chain.chain import Chain
-from deltactl.chain.check.anchor import has_file
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.checkpoint.foreign import TRAINER_STATE
 from deltactl.checkpoint.hf_directory import find_weights
@@ -19,6 +18,7 @@ from deltactl.checkpoint.state import state_of
 from deltactl.core.errors import Conflict, DeltactlError, UsageError, listed
 from deltactl.core.progress import Progress
 from deltactl.format.anchor import AnchorFile, is_plain_path
+from deltactl.format.checker import has_file
 
 MARKER = ".deltactl.json"
 """A file that pull leaves in what it wrote: bucket, step and state, and the digests of the files

@@ -12,14 +12,13 @@ from shlex import quote
 from typing import Any
 
 from deltactl.chain.chain import Chain, Link
-from deltactl.chain.check.anchor import (
+from deltactl.chain.check.objects import (
     anchor_files,
     aux_files,
     check_file,
-    has_file,
-    tensor_faults,
+    faults_at,
+    object_of,
 )
-from deltactl.chain.check.stream import FileChecker
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import Fetched, fetched
@@ -37,7 +36,8 @@ from deltactl.files.atomic import (
 )
 from deltactl.files.downloads import discard_downloads
 from deltactl.files.parallel import Meter
-from deltactl.format.anchor import INDEX, AnchorFile
+from deltactl.format.anchor import AnchorFile
+from deltactl.format.checker import expected_file, has_file
 from deltactl.format.delta import Delta, open_delta
 from deltactl.ops.apply import carry_over, prove
 from deltactl.ops.destination import (
@@ -265,14 +265,14 @@ def _write(
             raise Malformed(error.what, **_where(error)) from None
         except Malformed:  # upon a torn anchor the changes of some encodings cannot be decoded
             if anchor is not None:
-                _check_tensors(base, anchor)
+                _check_anchor(anchor, base)
             raise
         if anchor is not None:
             for file in anchor_files(anchor):
                 place = base.path if file.is_shard else directory
-                check_file(place / file.name, file, anchor)
+                check_file(anchor, file, place / file.name)
             if expected is not None and written.state != expected:
-                _check_tensors(base, anchor)  # whether its own bytes are to blame
+                _check_anchor(anchor, base)  # whether its own bytes are to blame
         prove(base, deltas, written, expected)
         if replaces:
             carry_over(dest, directory, weights_of(dest))
@@ -283,8 +283,8 @@ def _write(
     return written.state
 
 
-def _check_tensors(base: Checkpoint, anchor: Link) -> None:
-    for fault in tensor_faults(base, anchor):
+def _check_anchor(anchor: Link, base: Checkpoint) -> None:
+    for fault in faults_at(anchor, base.path):
         raise fault
 
 
@@ -354,11 +354,9 @@ def _missing_aux(bucket: Bucket, chain: Chain, dest: Path, step: int) -> Iterato
 
 def _wanted(anchor: Link, file: AnchorFile, place: Path, number: int) -> Wanted:
     return Wanted(
-        anchor.name.removesuffix(INDEX) + file.name,
-        file.nbytes,
+        expected_file(file, object_of(anchor, file), anchor.step),
         target=place / "whole" / file.name,
         partial=place / "partial" / f"{number}",
-        checker=lambda: FileChecker(anchor, file),
     )
 
 

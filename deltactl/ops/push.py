@@ -11,7 +11,7 @@ from shlex import quote
 
 from deltactl.chain.anchor_policy import ANCHOR_EVERY, BANDWIDTH, AnchorPolicy, Every
 from deltactl.chain.chain import Chain
-from deltactl.chain.check.anchor import aux_files, has_file
+from deltactl.chain.check.objects import aux_files
 from deltactl.chain.model import admit, admit_delta
 from deltactl.chain.next_step import NextStep
 from deltactl.chain.reading import read_chain
@@ -30,6 +30,7 @@ from deltactl.files.cache import tip_cache
 from deltactl.files.safetensors import read_header
 from deltactl.files.signatures import check_fetched
 from deltactl.format.anchor import is_plain_path
+from deltactl.format.checker import has_file
 from deltactl.format.delta import open_delta
 from deltactl.format.delta_header import says_delta
 from deltactl.format.delta_index import DELTA_INDEX

@@ -33,9 +33,10 @@ from deltactl.bucket import open_bucket
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.core.digest import hasher
-from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.core.progress import silent
 from deltactl.files.parallel import Meter
+from deltactl.format.anchor import AnchorFile
+from deltactl.format.checker import expected_file
 from tests.support.s3_server import BUCKET, S3Server, run_s3_server, use_s3
 
 _MEGA = 1_000_000
@@ -110,23 +111,9 @@ class _Comparison:
     def _transfer(self, name: str) -> None:
         size = self._source.stat().st_size
         partial = self._target.with_suffix(".partial")
-        wanted = Wanted(name, size, self._target, partial, lambda: _Checker(self._digest))
+        expected = expected_file(AnchorFile(name, size, self._digest, False), name, None)
+        wanted = Wanted(expected, self._target, partial)
         transfer(self._bucket, [wanted], Meter(silent, "fetching", size), Tally())
-
-
-class _Checker:
-    """Of an object with one digest over all of its bytes."""
-
-    def __init__(self, expected: str) -> None:
-        self.faults: list[DeltactlError] = []
-        self._expected, self._digest = expected, hasher()
-
-    def feed(self, data: bytes) -> None:
-        self._digest.update(data)
-
-    def finish(self) -> None:
-        if self._digest.hexdigest() != self._expected:
-            self.faults.append(Malformed("the object is another"))
 
 
 def _digest(path: Path) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from deltactl.bucket.local import LocalBucket
-from deltactl.chain.check.stream import Unchecked
 from deltactl.chain.reading import read_chain
 from deltactl.chain.transfer import ranges as transfer_module
 from deltactl.chain.transfer.ranges import Wanted
@@ -21,6 +20,7 @@ from deltactl.core.errors import Malformed, NotAllowed, NotFound, Transient, Usa
 from deltactl.core.progress import silent
 from deltactl.files.downloads import download_place, kept_downloads
 from deltactl.files.parallel import Meter
+from deltactl.format.checker import Expected
 from deltactl.format.delta import Delta
 from deltactl.format.link_names import anchor_directory, anchor_file_name, delta_name
 from deltactl.ops import pull as pull_module
@@ -85,6 +85,11 @@ def parts(root: Path) -> RemoteBucket:
 def dest(tmp_path: Path) -> Path:
     (tmp_path / "place").mkdir()
     return tmp_path / "place" / "dest"
+
+
+def unproven(name: str, size: int) -> Expected:
+    """Of an object without digests."""
+    return Expected(name, None, size, 0, lambda _: [])
 
 
 def payload_bytes(bucket: LocalBucket) -> int:
@@ -181,10 +186,11 @@ def test_what_is_checked_on_the_way_is_not_read_again(
     def never(*_: object) -> None:
         raise AssertionError("read a second time")
 
-    monkeypatch.setattr(Delta, "check_payload", never)
+    for method in ("check_payload", "payload_faults"):
+        monkeypatch.setattr(Delta, method, never)
+    monkeypatch.setattr("deltactl.ops.pull.check_file", never)
     for module in ("ops.pull", "chain.check.payload"):
-        monkeypatch.setattr(f"deltactl.{module}.check_file", never)
-        monkeypatch.setattr(f"deltactl.{module}.tensor_faults", never)
+        monkeypatch.setattr(f"deltactl.{module}.faults_at", never)
     pull(bucket, dest)
     assert holds(dest, STEPS[3])
     assert verify_bucket(bucket, level="rebuild").ok
@@ -646,7 +652,7 @@ def test_a_huge_object_is_not_planned_in_advance(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     (tmp_path / "bucket/a").write_bytes(b"x" * 5000)
     bucket, place = RemoteBucket(tmp_path / "bucket", PART), tmp_path / "place"
-    wanted = Wanted("a", 1 << 60, place / "a", place / "a.partial", Unchecked)
+    wanted = Wanted(unproven("a", 1 << 60), place / "a", place / "a.partial")
     with pytest.raises(Malformed, match="size"):
         transfer_module.transfer(bucket, [wanted], Meter(silent, "", 0), transfer_module.Tally())
     assert len(bucket.reads) < 20
@@ -697,7 +703,7 @@ def test_a_thread_that_comes_late_brings_nothing_back(
     bucket, place = RemoteBucket(tmp_path / "bucket", PART), tmp_path / "place"
     bucket.faults = [fails]
     wanted = [
-        Wanted(name, 50, place / name, place / f"{name}.partial", Unchecked)
+        Wanted(unproven(name, 50), place / name, place / f"{name}.partial")
         for name in ("late", "fails")
     ]
     with pytest.raises(Transient, match="gone"):

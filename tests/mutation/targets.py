@@ -18,6 +18,9 @@ PUBLISH = (
 TARGETS: dict[str, tuple[str, ...]] = {
     "deltactl/ops/verify.py": VERIFY,
     "deltactl/chain/check/*.py": VERIFY,
+    "deltactl/format/checker.py": (
+        "tests/format/test_checker.py", "tests/chain/test_transfer.py", *VERIFY,
+    ),
     "deltactl/replay/check.py": VERIFY,
     "deltactl/ops/apply.py": (
         "tests/ops/test_apply.py", "tests/replay/test_in_memory.py", "tests/codec/test_encoding.py",

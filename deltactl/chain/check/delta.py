@@ -12,13 +12,11 @@ from deltactl.codec.base import BLOCK, unseen
 from deltactl.codec.bits import touch_sum
 from deltactl.codec.room import room_for
 from deltactl.codec.ulp_ctx import UlpCtxDecoder
-from deltactl.core.digest import hasher
+from deltactl.core.digest import digest_of
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta, parse_delta
 from deltactl.format.header import Record, touch_sum_text
-
-_PIECE = 1 << 20
 
 
 def content_faults(delta: Delta) -> list[DeltactlError]:
@@ -38,11 +36,8 @@ def content_faults(delta: Delta) -> list[DeltactlError]:
 
 def _fault(delta: Delta, record: Record) -> DeltactlError | None:
     if record.whole:
-        digest, data = hasher(), delta.whole(record.name)
-        for at in range(0, data.size, _PIECE):
-            digest.update(data[at : at + _PIECE])
         what = "the tensor that is carried whole does not have the digest that its row names"
-        return _differs(delta, record, what, record.digest, digest.hexdigest())
+        return _differs(delta, record, what, record.digest, digest_of(delta.whole(record.name)))
     found = _new_sum(delta, record)
     if found is None:
         return None

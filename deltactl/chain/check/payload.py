@@ -1,4 +1,5 @@
-"""Every byte of a link against its digests; of links without digests, that they can be read."""
+"""Every byte of a link against its digests, and what only its content shows; of links without
+digests, that they can be read."""
 
 from __future__ import annotations
 
@@ -6,13 +7,15 @@ from pathlib import Path
 
 from deltactl.chain.chain import Link
 from deltactl.chain.check import trl
-from deltactl.chain.check.anchor import check_file, sum_faults, tensor_faults
 from deltactl.chain.check.delta import content_faults
+from deltactl.chain.check.objects import faults_at
 from deltactl.chain.transfer.fetching import Fetched
-from deltactl.checkpoint.checkpoint import open_checkpoint
-from deltactl.core.errors import DeltactlError
-from deltactl.format.anchor import AnchorHeader
+from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.codec.bits import elements, touch_sum_of_all
+from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.format.anchor import INDEX, AnchorHeader
 from deltactl.format.delta import Delta, open_delta
+from deltactl.format.header import touch_sum_text
 from deltactl.format.tensor_table import Table
 
 
@@ -58,27 +61,47 @@ def data_faults(
     if not delta.header.has_digests:
         trl.check_data(delta, before)
         return []
-    if not checked:
-        delta.check_payload()
-    return content_faults(delta)
+    return ([] if checked else delta.payload_faults()) or content_faults(delta)
 
 
 def _anchor_faults(
     link: Link, header: AnchorHeader, place: Path, checked: bool
 ) -> list[DeltactlError]:
     faults: list[DeltactlError] = []
-    for file in () if checked else header.files:
-        try:
-            check_file(place / file.name, file, link)
-        except DeltactlError as error:
-            faults.append(error)
-    if any(fault.file and fault.file.endswith(".safetensors") for fault in faults):
-        return faults
     try:
+        faults += [] if checked else faults_at(link, place)
         with open_checkpoint(place) as checkpoint:  # whether its files make one
-            faults += [] if checked else tensor_faults(checkpoint, link)
-            faults += sum_faults(checkpoint, link)
+            faults += _sum_faults(checkpoint, link, header)
     except DeltactlError as error:
-        error.file = link.name
-        faults.append(error)
+        if not faults:
+            error.file = link.name
+            faults.append(error)
     return faults
+
+
+def _sum_faults(checkpoint: Checkpoint, anchor: Link, header: AnchorHeader) -> list[DeltactlError]:
+    """The tensors whose elements have another touch sum than the anchor's rows give them."""
+    faults: list[DeltactlError] = []
+    for name, expected in header.sums.items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None:
+            continue  # and that is said of it
+        found = touch_sum_of_all(elements(tensor.data, tensor.dtype))
+        if found != expected:
+            fault = Malformed(
+                "the tensor does not have the touch sum that the anchor names",
+                file=_home(checkpoint, name, anchor.name),
+                tensor=name,
+                expected=touch_sum_text(expected),
+                found=touch_sum_text(found),
+            )
+            faults.append(fault)
+    return faults
+
+
+def _home(checkpoint: Checkpoint, tensor: str, anchor: str) -> str:
+    """The object that holds a tensor of an anchor whose header is in the object ``anchor``."""
+    if not anchor.endswith(INDEX):
+        return anchor
+    files = [shard.file for shard in checkpoint.shards if tensor in shard.tensors]
+    return anchor.removesuffix(INDEX) + files[0] if files else anchor

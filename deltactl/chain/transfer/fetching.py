@@ -6,11 +6,10 @@ import contextlib
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from deltactl.chain.chain import Link
-from deltactl.chain.check.stream import checker_of, identity
+from deltactl.chain.check.objects import expected_in, seal_of
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.core.digest import hasher
@@ -77,7 +76,7 @@ def fetched(
                 home = place / ids[link.name]
                 single = link.directory is None
                 found.places[link.name] = home / _short(link, link.name) if single else home
-                if identity(link) is not None:
+                if seal_of(link) is not None:
                     found.checked.add(link.name)
         yield found
 
@@ -95,7 +94,7 @@ def _has_strangers(link: Link, directory: Path) -> bool:
 def _id(bucket: Bucket, link: Link) -> str:
     """The name of what is fetched of a link: the same for the same content alone. What has no
     digest is never gone on with."""
-    digest = identity(link) or secrets.token_hex(16)
+    digest = seal_of(link) or secrets.token_hex(16)
     return _hash(f"{bucket.url}\n{link.name}\n{digest}")
 
 
@@ -108,11 +107,9 @@ def _wanted(link: Link, place: Path, name: str) -> Iterator[Wanted]:
     for item in link.objects:
         short = _short(link, item.name)
         yield Wanted(
-            item.name,
-            item.size,
+            expected_in(link, item),
             target=place / name / short,
             partial=place / f"{name}.partial" / _hash(short),
-            checker=partial(checker_of, link, item.name, item.size),
         )
 
 

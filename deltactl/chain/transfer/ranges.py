@@ -12,18 +12,18 @@ import contextlib
 import os
 import secrets
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-from deltactl.chain.check.stream import Checker
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
 from deltactl.core.threads import Crew
 from deltactl.files.atomic import write_at
 from deltactl.files.downloads import UNUSABLE
 from deltactl.files.parallel import Meter
+from deltactl.format.checker import Checker, Expected, pieces_of
 
 _PIECE = 1 << 20
 _RANGE = struct.Struct("<QQ")
@@ -31,14 +31,21 @@ _RANGE = struct.Struct("<QQ")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """An object to fetch to ``target``. ``partial``: the file that it grows in, beside which its
-    journal is. ``checker`` makes what it is checked by."""
+    """An object to fetch to ``target``, and what it has to be. ``partial``: the file that it grows
+    in, beside which its journal is."""
 
-    name: str
-    size: int
+    expected: Expected
     target: Path
     partial: Path
-    checker: Callable[[], Checker]
+
+    @property
+    def name(self) -> str:
+        return str(self.expected.file)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.expected.size
 
     @property
     def journal(self) -> Path:
@@ -100,7 +107,7 @@ class _Object:
 
     def __init__(self, run: _Run, wanted: Wanted, fresh: bool = False) -> None:
         self._run, self._wanted, self._fresh = run, wanted, fresh
-        self._checker = wanted.checker()
+        self._checker = Checker(wanted.expected)
         self._lock = Lock()
         self._file = self._journal = -1
         self._there: dict[int, int] = {}  # ranges that are written and not checked: start to stop
@@ -155,14 +162,13 @@ class _Object:
                 self._run.meter.add(size)
                 return True
         target.unlink()
-        self._checker = self._wanted.checker()
+        self._checker = Checker(self._wanted.expected)
         return False
 
     def _feed_file(self, path: Path) -> None:
         """Check a file from its first byte to its last."""
-        with open(path, "rb") as file:
-            while piece := file.read(_PIECE):
-                self._checker.feed(piece)
+        for piece in pieces_of(path):
+            self._checker.feed(piece)
         self._checker.finish()
 
     def _fetch(self) -> None:
@@ -173,7 +179,7 @@ class _Object:
         self._run.tally.add(fetched=size, requests=1)
         self._run.meter.add(min(size, self._wanted.size))
         if size != self._wanted.size:
-            raise self._wrong_size(size)
+            raise self._wanted.expected.wrong_size(size)
         self._feed_file(fresh)
         self._settle(fresh)
 
@@ -231,7 +237,7 @@ class _Object:
             data = self._run.bucket.read(self._wanted.name, start, stop)
             self._run.tally.add(fetched=len(data), requests=1)
             if not 0 < len(data) <= stop - start:
-                raise self._wrong_size(start + len(data))
+                raise self._wanted.expected.wrong_size(start + len(data))
             self._arrived(start, data)
             start += len(data)
 
@@ -317,14 +323,6 @@ class _Object:
                     os.close(fd)
             self._file = self._journal = -1
         return not was_over
-
-    def _wrong_size(self, found: int) -> Malformed:
-        return Malformed(
-            "the object does not have the size that it was listed with",
-            file=self._wanted.name,
-            expected=f"{self._wanted.size} bytes",
-            found=f"{found} bytes",
-        )
 
 
 @contextlib.contextmanager

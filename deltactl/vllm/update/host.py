@@ -18,7 +18,7 @@ from pathlib import Path
 from shlex import quote
 
 from deltactl.chain.chain import Chain, Link
-from deltactl.chain.check.stream import identity
+from deltactl.chain.check.objects import seal_of
 from deltactl.chain.reading import read_chain, read_links
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import fetched
@@ -76,7 +76,7 @@ def _need_delta(link: Link) -> None:
     """Raise Malformed for an anchor, Unproven for what TRL wrote."""
     if link.kind != "delta":
         raise Malformed("the link is no delta", file=link.name, step=link.step, found=link.kind)
-    if identity(link) is None:
+    if seal_of(link) is None:
         raise Unproven(
             "the delta carries no digests: nothing would show that the right weights are served",
             file=link.name,
@@ -89,9 +89,9 @@ def _open(link: Link, place: Path) -> Delta:
     """Open and check the file, or the directory, that a link is. Raises Malformed where it is
     another."""
     delta = open_delta(place)
-    if delta.header.metadata.get(HEADER_DIGEST) != identity(link):
+    if delta.header.metadata.get(HEADER_DIGEST) != seal_of(link):
         what = "the file is another than the link whose header was read"
-        raise Malformed(what, file=place, expected=identity(link), step=link.step)
+        raise Malformed(what, file=place, expected=seal_of(link), step=link.step)
     delta.check_payload()
     return delta
 
@@ -117,7 +117,7 @@ def _fetch(
     with _cache_errors(), held_place(_LINKS, bucket.url) as lock:
         shelf = cache_root() / _LINKS / "shelf"
         shelf.mkdir(exist_ok=True)
-        places = {link.name: shelf / f"{identity(link)}{_suffix(link)}" for link in links}
+        places = {link.name: shelf / f"{seal_of(link)}{_suffix(link)}" for link in links}
         missing = [link for link in links if not _has_size(places[link.name], link.bytes)]
         if missing:
             _make_room(shelf, set(places.values()), sum(link.bytes for link in links))
