@@ -14,7 +14,7 @@ import botocore.session
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 from tests.support.azure_server import AzureServer, run_azure_server
 from tests.support.fixtures import loops, unprivileged
 from tests.support.s3_server import S3Server, run_s3_server

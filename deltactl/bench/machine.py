@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ from deltactl.bench.timing import Work
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
 from deltactl.core.native import KERNEL
+from deltactl.core.threads import cores
 from deltactl.files.atomic import remove
-from deltactl.files.parallel import cores
+from deltactl.files.parallel import map_largest_first
 
 _SPAN = 1 << 26  # bytes that one thread reads in a row
 _CHUNK = 1 << 20  # bytes that are read at once, so that they stay in cache
@@ -120,8 +120,7 @@ def _spread(files: Sequence[Path], make_use: Callable[[], Callable[[memoryview],
                 use(buffer[:count])
                 at += count
 
-    with ThreadPoolExecutor(cores()) as pool:
-        list(pool.map(work, _spans(files)))
+    map_largest_first(work, [*_spans(files)], lambda span: span[2] - span[1])
 
 
 def _spans(files: Sequence[Path]) -> Iterator[tuple[Path, int, int]]:

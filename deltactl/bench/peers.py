@@ -15,7 +15,7 @@ from typing import Any
 import zstandard
 
 from deltactl.bench.timing import Work
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from deltactl.checkpoint.sampling import sample_pair
 from deltactl.codec import DEFAULT, ENCODINGS
 from deltactl.codec.bits import Bytes
 from deltactl.core.errors import DeltactlError, NotFound, UsageError
-from deltactl.core.progress import Progress, silent
-from deltactl.files.parallel import Meter
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.ops.diff import diff
 from deltactl.replay.rebuild import write_file
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.core.digest import TensorState, digest_of, state_digest
-from deltactl.core.progress import Progress, silent
-from deltactl.files.parallel import Meter, hash_threads, map_largest_first
+from deltactl.core.progress import Meter, Progress, silent
+from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.untrusted import os_errors
 
 

@@ -1,13 +1,18 @@
-"""Work that waits for others, as requests do: many at once, and nobody held up by one that hangs.
+"""Work in threads; which way depends on what it waits for.
 
-Threads of a ThreadPoolExecutor are waited for when the interpreter ends, and so is a request that
-no server answers. These are not: who is interrupted leaves at once.
+- The processor, over tensors: ``files.parallel.map_largest_first``, on all cores.
+- Others, as requests do that may hang: ``map_requests``, ``TaskQueue`` where a task brings others,
+  ``start`` for one. Threads of a ThreadPoolExecutor are waited for when the interpreter ends, and
+  so is a request that no server answers. These are not: who is interrupted leaves at once.
+- Others, and it writes where nobody may write afterwards: ``map_settled``.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, wait
 from functools import partial
 from threading import Condition, Thread
 from typing import TypeVar
@@ -19,7 +24,26 @@ Task = Callable[[], None]
 _GRACE = 1.0  # seconds that work under way is given to end when the whole has failed
 
 
-class Crew:
+def cores() -> int:
+    """The processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def start(work: Callable[[], R], name: str) -> Future[R]:
+    """Begin ``work`` in a thread of this name that nobody waits for; what becomes of it is told."""
+    told: Future[R] = Future()
+
+    def run() -> None:
+        try:
+            told.set_result(work())
+        except BaseException as error:
+            told.set_exception(error)
+
+    Thread(target=run, daemon=True, name=name).start()
+    return told
+
+
+class TaskQueue:
     """Threads that take tasks in order. A task may add others, which come before what waits."""
 
     def __init__(self, threads: int) -> None:
@@ -87,7 +111,22 @@ def map_requests(work: Callable[[T], R], items: Sequence[T], threads: int) -> li
     def one(number: int) -> None:
         found[number] = work(items[number])
 
-    crew = Crew(min(threads, len(items)))
-    crew.add(partial(one, number) for number in range(len(items)))
-    crew.run()
+    queue = TaskQueue(min(threads, len(items)))
+    queue.add(partial(one, number) for number in range(len(items)))
+    queue.run()
     return [found[number] for number in range(len(items))]
+
+
+def map_settled(pool: Executor, work: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """``[work(item) for item in items]``, by the threads of a pool that others use as well.
+
+    Raises the first error. Then nothing new is begun, and what was begun has ended: what it works
+    on, such as an open file, may be closed.
+    """
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)

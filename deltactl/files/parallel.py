@@ -1,25 +1,18 @@
-"""Work over tensors on all cores, bounded by the machine."""
+"""Work over tensors on all cores, bounded by the machine; see core.threads for other work."""
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
-from deltactl.core.progress import Progress
+from deltactl.core.threads import cores
 from deltactl.files.mapped import sound_sources
 
 _WORTH_THREADS = 1 << 24  # bytes: some milliseconds of hashing
 
 T = TypeVar("T")
 R = TypeVar("R")
-
-
-def cores() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def map_largest_first(
@@ -54,18 +47,3 @@ def hash_threads(size: int, sizes: Iterable[int]) -> int:
     wait for it, and not over before threads for it alone have begun.
     """
     return cores() if size >= _WORTH_THREADS and size * cores() > sum(sizes) else 1
-
-
-class Meter:
-    """Adds up bytes from many threads and passes them on to a Progress, one call at a time."""
-
-    def __init__(self, progress: Progress, what: str, total: int) -> None:
-        self._progress, self._what, self._total = progress, what, total
-        self._done = 0
-        self._lock = threading.Lock()
-        progress(what, 0, total)
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress(self._what, self._done, self._total)

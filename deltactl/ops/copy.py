@@ -17,8 +17,7 @@ from deltactl.chain.store import Bucket, holds_bytes
 from deltactl.chain.transfer.fetching import Fetched, batches, fetched
 from deltactl.chain.transfer.snapshot import Snapshot, put_whole
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
-from deltactl.core.progress import Progress, silent
-from deltactl.files.parallel import Meter
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.format.tensor_table import Table
 
 

@@ -17,9 +17,9 @@ from deltactl.codec.bits import Bytes, Changes, changes_between, elements
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import UsageError
-from deltactl.core.progress import Progress, silent
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import Spool, atomic_file
-from deltactl.files.parallel import Meter, hash_threads, map_largest_first
+from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.safetensors import make_header
 from deltactl.format.delta_header import DENSE
 from deltactl.format.header import (

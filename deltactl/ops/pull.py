@@ -25,7 +25,7 @@ from deltactl.chain.transfer.fetching import Fetched, fetched
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, UsageError
-from deltactl.core.progress import Progress, silent
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import (
     atomic_directory,
     atomic_file,
@@ -35,7 +35,6 @@ from deltactl.files.atomic import (
     temporary_directory,
 )
 from deltactl.files.downloads import discard_downloads
-from deltactl.files.parallel import Meter
 from deltactl.format.anchor import AnchorFile
 from deltactl.format.checker import expected_file, has_file
 from deltactl.format.delta import Delta, open_delta

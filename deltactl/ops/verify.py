@@ -30,8 +30,7 @@ from deltactl.core.errors import (
     Transient,
     UsageError,
 )
-from deltactl.core.progress import Progress, silent
-from deltactl.files.parallel import Meter
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.format.delta import open_delta
 from deltactl.format.tensor_table import Table
 from deltactl.replay.check import replay_faults

@@ -14,8 +14,8 @@ from deltactl.codec.base import BlockChanges, span
 from deltactl.codec.bits import Bits, Positions, touch_sum
 from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError, Malformed
-from deltactl.core.progress import Progress
-from deltactl.files.parallel import Meter, map_largest_first
+from deltactl.core.progress import Meter, Progress
+from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta
 from deltactl.format.header import Record, touch_sum_text
 from deltactl.replay.states import Stack, stacks

@@ -9,8 +9,8 @@ import numpy as np
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.codec.bits import elements
 from deltactl.core.errors import DeltactlError, Malformed
-from deltactl.core.progress import Progress
-from deltactl.files.parallel import Meter, map_largest_first
+from deltactl.core.progress import Meter, Progress
+from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta
 from deltactl.format.header import utf8
 from deltactl.replay.states import Stack, final_stacks

@@ -16,9 +16,9 @@ from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import Malformed
-from deltactl.core.progress import Progress, silent
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import atomic_file, copy_file, start_writing, write_at
-from deltactl.files.parallel import Meter, hash_threads, map_largest_first
+from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.safetensors import make_header
 from deltactl.format.delta import Delta
 from deltactl.format.header import PLACEHOLDER, is_ours, seal, utf8

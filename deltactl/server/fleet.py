@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from functools import partial
 from typing import TypeVar
 
 from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.core.progress import Progress
+from deltactl.core.threads import start
 from deltactl.server.http.wire import server_url
 
 T = TypeVar("T")
@@ -36,30 +39,16 @@ def side_by_side(
     ``work`` raises nothing, and ends soon once ``stop`` is set, which an interrupt does. A second
     interrupt is raised at once; the threads are left to themselves.
     """
-    found: dict[str, T] = {}
-    changed = threading.Condition()  # a thread whose join is interrupted seems to have ended
-
-    def one(url: str) -> None:
-        result = work(url)
-        with changed:
-            found[url] = result
-            changed.notify()
-
-    def wait() -> None:
-        with changed:
-            changed.wait_for(lambda: len(found) == len(urls))
-
-    for url in urls:
-        threading.Thread(target=one, args=(url,), daemon=True).start()
+    found = [start(partial(work, url), "deltactl-server") for url in urls]
     interrupted = False
     try:
-        wait()
+        wait(found)
     except KeyboardInterrupt:
         interrupted = True
         stop.set()
         on_interrupt()
-        wait()
-    return [found[url] for url in urls], interrupted
+        wait(found)
+    return [report.result() for report in found], interrupted
 
 
 class Met:

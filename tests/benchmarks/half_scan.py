@@ -29,7 +29,7 @@ import torch
 
 from deltactl.codec.bits import Bits
 from deltactl.core.digest import hasher
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 from deltactl.trainer.capture.capture import Capturer
 from deltactl.trainer.capture.mirror import DISK, MEMORY, Mirror
 from deltactl.trainer.model.tensors import CHUNK, live_tensors

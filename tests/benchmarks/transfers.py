@@ -33,8 +33,7 @@ from deltactl.bucket import open_bucket
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.core.digest import hasher
-from deltactl.core.progress import silent
-from deltactl.files.parallel import Meter
+from deltactl.core.progress import Meter, silent
 from deltactl.format.anchor import AnchorFile
 from deltactl.format.checker import expected_file
 from tests.support.s3_server import BUCKET, S3Server, run_s3_server, use_s3

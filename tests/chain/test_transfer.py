@@ -17,9 +17,8 @@ from deltactl.chain.reading import read_chain
 from deltactl.chain.transfer import ranges as transfer_module
 from deltactl.chain.transfer.ranges import Wanted
 from deltactl.core.errors import Malformed, NotAllowed, NotFound, Transient, UsageError
-from deltactl.core.progress import silent
+from deltactl.core.progress import Meter, silent
 from deltactl.files.downloads import download_place, kept_downloads
-from deltactl.files.parallel import Meter
 from deltactl.format.checker import Expected
 from deltactl.format.delta import Delta
 from deltactl.format.link_names import anchor_directory, anchor_file_name, delta_name

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 
 from deltactl.core import threads
-from deltactl.core.threads import Crew, map_requests
+from deltactl.core.threads import TaskQueue, map_requests, map_settled, start
 
 
 def test_results_are_in_order_however_work_ends() -> None:
@@ -45,7 +46,7 @@ def test_no_more_at_once_than_threads() -> None:
 
 def test_tasks_add_tasks_that_come_first() -> None:
     done: list[str] = []
-    one = Crew(1)
+    one = TaskQueue(1)
 
     def parent(name: str) -> None:
         done.append(name)
@@ -59,7 +60,7 @@ def test_tasks_add_tasks_that_come_first() -> None:
 def test_an_idle_thread_wakes_up_for_what_is_added() -> None:
     """Two threads, one first task that adds two which have to run at once."""
     barrier = threading.Barrier(2)
-    two = Crew(2)
+    two = TaskQueue(2)
     two.add([lambda: two.add([lambda: barrier.wait(30), lambda: barrier.wait(30)])])  # type: ignore[func-returns-value]
     two.run()
 
@@ -119,3 +120,33 @@ def test_an_interrupted_process_ends_though_a_request_hangs() -> None:
         child.kill()
     assert b"KeyboardInterrupt" in err
     assert child.returncode == -signal.SIGINT
+
+
+def test_what_was_begun_has_ended_when_an_error_of_a_pools_work_is_raised() -> None:
+    begun, failing, ended = threading.Event(), threading.Event(), []
+
+    def work(number: int) -> None:
+        if number == 0:
+            begun.wait(30)
+            failing.set()
+            raise ValueError("first")
+        begun.set()
+        failing.wait(30)
+        ended.append(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        with pytest.raises(ValueError, match="first"):
+            map_settled(pool, work, [0, 1])
+        assert ended == [1]
+        assert map_settled(pool, lambda n: n * n, iter(range(9))) == [n * n for n in range(9)]
+        assert map_settled(pool, work, []) == []
+
+
+def test_what_becomes_of_work_that_was_started_is_told() -> None:
+    told = start(lambda: threading.current_thread().name, "deltactl-some")
+    assert told.result(30) == "deltactl-some"
+
+    def fail() -> None:
+        raise KeyboardInterrupt
+
+    assert isinstance(start(fail, "x").exception(30), KeyboardInterrupt)

@@ -19,10 +19,11 @@ import pytest
 from deltactl.bucket.local import LocalBucket
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.core.progress import Meter
 from deltactl.files import mapped
 from deltactl.files.atomic import atomic_directory, atomic_file
 from deltactl.files.mapped import map_bytes, mapped_fault
-from deltactl.files.parallel import Meter, map_largest_first
+from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import open_delta
 from deltactl.format.link_names import anchor_file_name, delta_name
 from deltactl.ops.apply import apply_delta, write_result
@@ -438,7 +439,7 @@ def test_a_torch_file_is_watched_as_well(tmp_path: Path, left: int) -> None:
 
 COMMAND = """
     import os, sys
-    from deltactl.files.parallel import Meter
+    from deltactl.core.progress import Meter
     from deltactl.cli.app import main
     victim, add = sys.argv.pop(1), Meter.add
     def torn(self, count):

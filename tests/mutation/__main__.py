@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 from tests.mutation.campaign import Asked, Campaign, Fates
 from tests.mutation.explained import Explained, explained, row_for
 from tests.mutation.mutants import Mutant, mutants, sampled

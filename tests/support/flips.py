@@ -21,7 +21,7 @@ from unittest import mock
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.core.errors import DeltactlError
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 from deltactl.ops.pull import PullReport, pull
 from deltactl.ops.verify import VerifyReport, verify_bucket
 from tests.support.checkpoints import Spec, read_tensors

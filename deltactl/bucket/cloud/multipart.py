@@ -12,7 +12,7 @@ from deltactl.bucket.cloud.aws import refusal_of, translated
 from deltactl.bucket.cloud.creation import TOKEN, Source
 from deltactl.bucket.cloud.pages import pages
 from deltactl.bucket.cloud.refusals import NOT_IMPLEMENTED, Place, no_conditions
-from deltactl.bucket.together import together
+from deltactl.core.threads import map_settled
 from deltactl.files.temporary import Outcome, Unfinished
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Multipart:
             sums = {key: reply[key] for key in reply if key == "ETag" or key.startswith("Checksum")}
             return {"PartNumber": number, **sums}
 
-        return together(self._pool, send, range(0, source.size, size))
+        return map_settled(self._pool, send, range(0, source.size, size))
 
     def _complete(self, target: dict[str, str], parts: list[dict[str, object]]) -> bool:
         errors = self._client.exceptions

@@ -25,9 +25,9 @@ from deltactl.bucket.cloud.refusals import (
 from deltactl.bucket.cloud.staged import PREFIX as STAGED
 from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
-from deltactl.bucket.together import together
 from deltactl.chain.store import Object
 from deltactl.core.errors import NotFound, Transient
+from deltactl.core.threads import map_settled
 from deltactl.files.atomic import write_at
 from deltactl.files.temporary import Outcome, Unfinished
 
@@ -151,7 +151,7 @@ class ObjectBucket:
                 with writing:
                     write_at(descriptor, data, start)
 
-        together(self._pool, fetch, range(0, size, PART_BYTES))
+        map_settled(self._pool, fetch, range(0, size, PART_BYTES))
 
     def path(self, name: str) -> Path | None:
         check_name(name)

@@ -14,9 +14,9 @@ from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
 from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError
+from deltactl.core.progress import Meter
 from deltactl.files.atomic import temporary_directory
 from deltactl.files.downloads import discard_others, kept_downloads
-from deltactl.files.parallel import Meter
 
 _BATCH = 1 << 24  # bytes for each request at once, where the store names no size of ranges
 

@@ -19,10 +19,10 @@ from threading import Lock
 
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
-from deltactl.core.threads import Crew
+from deltactl.core.progress import Meter
+from deltactl.core.threads import TaskQueue
 from deltactl.files.atomic import write_at
 from deltactl.files.downloads import UNUSABLE
-from deltactl.files.parallel import Meter
 from deltactl.format.checker import Checker, Expected, pieces_of
 
 _PIECE = 1 << 20
@@ -77,11 +77,11 @@ def transfer(
     byte; with ``gather`` what is wrong with an object, or that it is gone, is a fault of the tally,
     and the others go on.
     """
-    run = _Run(bucket, meter, tally, gather, Crew(bucket.jobs))
+    run = _Run(bucket, meter, tally, gather, TaskQueue(bucket.jobs))
     run.objects = [_Object(run, item) for item in wanted]
-    run.crew.add(item.begin for item in run.objects)
+    run.tasks.add(item.begin for item in run.objects)
     try:
-        run.crew.run()
+        run.tasks.run()
     finally:
         for item in run.objects:
             item.close()  # requests that hang yet find it closed when they end
@@ -93,13 +93,13 @@ class _Run:
     meter: Meter
     tally: Tally
     gather: bool
-    crew: Crew
+    tasks: TaskQueue
     objects: list[_Object] = field(default_factory=list)
 
     def again(self, wanted: Wanted) -> None:
         """Fetch an object from its first byte on."""
         self.objects.append(_Object(self, wanted, fresh=True))
-        self.crew.add([self.objects[-1].begin])
+        self.tasks.add([self.objects[-1].begin])
 
 
 class _Object:
@@ -202,7 +202,7 @@ class _Object:
             for start in range(begin, stop, part_bytes)
         )
         parts = sum(-(-(stop - start) // part_bytes) for start, stop in gaps)
-        self._run.crew.add([self._fetch_ranges] * min(parts, self._run.bucket.jobs))
+        self._run.tasks.add([self._fetch_ranges] * min(parts, self._run.bucket.jobs))
         self._check()
 
     def _look(self) -> list[tuple[int, int]]:

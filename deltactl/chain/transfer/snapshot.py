@@ -14,9 +14,8 @@ from deltactl.chain.store import Bucket, holds_bytes
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
 from deltactl.core.errors import Conflict, NotFound
-from deltactl.core.progress import Progress
+from deltactl.core.progress import Meter, Progress
 from deltactl.core.threads import map_requests
-from deltactl.files.parallel import Meter
 from deltactl.format.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
 from deltactl.format.link_names import anchor_directory, anchor_file_name, step_of
 from deltactl.replay.rebuild import SINGLE, Written, write_directory, write_file

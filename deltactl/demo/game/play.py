@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import requests
 
 from deltactl.core.errors import DeltactlError, Malformed, Transient
+from deltactl.core.threads import map_settled
 from deltactl.demo.game import game, tokens
 from deltactl.demo.game.rollouts import Batch, Rollout, Turn
 
@@ -106,7 +107,7 @@ class Player:
         draw = random.Random(f"{self._seed}/{number}")
         seeds = [draw.randrange(1 << 62) for _ in range(shapes[0])]
         each = [seed for seed in seeds for _ in range(shapes[1])]
-        names = self._pool.map(self._table.begin, each)
+        names = map_settled(self._pool, self._table.begin, each)
         sessions = [_Session(seed, name) for seed, name in zip(each, names, strict=True)]
         while going := [session for session in sessions if session.reward is None]:
             self._turn(going)
@@ -118,11 +119,11 @@ class Player:
         said = self._sampler.sample([session.prompt for session in sessions])
         steps = before, self._sampler.served()
 
-        def answer(session: _Session, drawn: tuple[list[int], list[float]]) -> None:
-            chosen, logprobs = drawn
+        def answer(item: tuple[_Session, tuple[list[int], list[float]]]) -> None:
+            session, (chosen, logprobs) = item
             marks, session.reward = self._table.guess(session.name, tokens.word(chosen))
             session.turns.append(Turn(tuple(chosen), tuple(logprobs), marks, steps))
 
-        list(self._pool.map(answer, sessions, said))
+        map_settled(self._pool, answer, zip(sessions, said, strict=True))
         if len(sessions[0].turns) > game.GUESSES:
             raise Malformed("the environment goes on past the last guess", file=self._table.url)

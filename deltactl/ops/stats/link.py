@@ -12,8 +12,8 @@ from deltactl.codec.room import room_for
 from deltactl.codec.ulp import SteppedBits
 from deltactl.codec.ulp_ctx import UlpCtxDecoder
 from deltactl.core.dtypes import FLOATS
-from deltactl.core.progress import Progress, silent
-from deltactl.files.parallel import Meter, map_largest_first
+from deltactl.core.progress import Meter, Progress, silent
+from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta
 from deltactl.format.header import Record
 from deltactl.ops.stats.histograms import StepCounts

@@ -9,9 +9,9 @@ from deltactl.codec import ENCODINGS
 from deltactl.codec.base import BLOCK, EncodedBlock, Target
 from deltactl.codec.bits import Bits, Positions, changes_between, elements, steps_between
 from deltactl.core.dtypes import FLOATS
-from deltactl.core.progress import Progress, silent
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import Segment, Spool
-from deltactl.files.parallel import Meter, map_largest_first
+from deltactl.files.parallel import map_largest_first
 from deltactl.format.header import utf8
 from deltactl.ops.stats.histograms import ExponentCounts, StepCounts
 from deltactl.ops.stats.measured import ABSOLUTE, Gaps, Measured, same_in_all, together

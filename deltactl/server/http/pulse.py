@@ -6,10 +6,11 @@ once; some seconds later vLLM closes its port, and waits for those requests for 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import TypeVar
+
+from deltactl.core.threads import start
 
 T = TypeVar("T")
 
@@ -24,15 +25,7 @@ class Gone(Exception):
 def beside(work: Callable[[], T], gone: Callable[[], bool]) -> T:
     """What ``work`` returns or raises. Raises Gone once ``gone`` has been true twice in a row; then
     ``work`` is left to itself, in a thread that nobody waits for."""
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="deltactl-request").start()
+    done = start(work, "deltactl-request")
     signs = 0
     while not wait([done], EVERY).done:
         signs = signs + 1 if gone() else 0

@@ -20,7 +20,7 @@ import torch
 from deltactl.chain.admission import Described
 from deltactl.codec.base import BLOCK
 from deltactl.codec.bits import Bits, Changes, changes_between
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 from deltactl.format.header import utf8
 from deltactl.trainer.capture.device import Staging, copier_for
 from deltactl.trainer.capture.mirror import Held, Mirror

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from deltactl.codec.bits import Bits, elements
-from deltactl.files.parallel import cores
+from deltactl.core.threads import cores
 from deltactl.trainer.model.tensors import Live, bytes_of
 
 CHUNK = 1 << 24

@@ -24,10 +24,9 @@ from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import fetched
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotAllowed, Unproven
-from deltactl.core.progress import Progress, silent
+from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import atomic_file
 from deltactl.files.cache import cache_root, forget_others, held_place
-from deltactl.files.parallel import Meter
 from deltactl.files.temporary import remove
 from deltactl.format.delta import Delta, open_delta
 from deltactl.format.header import HEADER_DIGEST
