@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol
+
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
+from deltactl.codec.bits import Bytes
 from deltactl.core.digest import TensorState, digest_of, state_digest
 from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.untrusted import os_errors
+
+
+class Held(Protocol):
+    """A tensor whose bytes are at hand."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> Bytes: ...
+
+
+def tensor_state(
+    tensor: Held, threads: int = 1, told: Callable[[int], object] | None = None
+) -> TensorState:
+    """The state of one tensor; reads every byte, and ``told`` how many."""
+    digest = digest_of(tensor.data, threads, told)
+    return TensorState(tensor.name, tensor.dtype, tensor.shape, digest)
 
 
 def tensor_states(
@@ -18,8 +43,7 @@ def tensor_states(
     meter = Meter(progress, what, sum(sizes))
 
     def digest(tensor: Tensor) -> TensorState:
-        found = digest_of(tensor.data, hash_threads(tensor.nbytes, sizes), meter.add)
-        return TensorState(tensor.name, tensor.dtype, tensor.shape, found)
+        return tensor_state(tensor, hash_threads(tensor.nbytes, sizes), meter.add)
 
     return tuple(map_largest_first(digest, tensors, lambda tensor: tensor.nbytes))
 

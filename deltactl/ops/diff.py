@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +11,10 @@ from typing import IO, Any
 import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
+from deltactl.checkpoint.state import tensor_state
 from deltactl.codec import DEFAULT, encoding_named
-from deltactl.codec.base import BLOCK, EncodedBlock, Encoding, Part, Target
-from deltactl.codec.bits import Bytes, Changes, changes_between, elements
+from deltactl.codec.base import BLOCK, EncodedBlock, Encoding, Part
+from deltactl.codec.bits import Changes, changes_between, elements
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import UsageError
@@ -21,7 +22,7 @@ from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import Spool, atomic_file
 from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.safetensors import make_header
-from deltactl.format.delta_header import DENSE
+from deltactl.format.carrying import Sparse, carry
 from deltactl.format.header import (
     PLACEHOLDER,
     PREFIX,
@@ -151,42 +152,16 @@ def _compare(
 ) -> Compared:
     if before is not None and after is not None and _alike(before, after):
         return _Comparison(before, after, codec, spool, threads, meter).run()
-    old = _digested(before, threads, meter)
-    new = _digested(after, threads, meter)
-    if after is None or new is None:
-        assert before is not None
-        return Compared(
-            old, None, Record(before.name, "removed", before.dtype, before.shape, 0), ()
-        )
-    record = Record(after.name, "added", after.dtype, after.shape, after.elements, new.digest)
-    if before is not None:
-        record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
+    old = None if before is None else tensor_state(before, threads, meter.add)
+    new = None if after is None else tensor_state(after, threads, meter.add)
+    if after is None:
+        return Compared(old, new, *carry(old, new, None, None, codec, spool))
     odd = odd_whole(after.name, after.dtype, elements(after.data, after.dtype))
-    return Compared(old, new, record, (_dense(after),), odd)
+    return Compared(old, new, *carry(old, new, after.data, None, codec, spool), odd)
 
 
 def _alike(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape)
-
-
-def _digested(tensor: Tensor | None, threads: int, meter: Meter) -> TensorState | None:
-    if tensor is None:
-        return None
-    digest = hasher(threads)
-    for piece in _pieces(tensor.data):
-        digest.update(piece)
-        meter.add(piece.size)
-    return TensorState(tensor.name, tensor.dtype, tensor.shape, digest.hexdigest())
-
-
-def _pieces(data: Bytes) -> Iterator[Bytes]:
-    for at in range(0, data.size, _CHUNK):
-        yield data[at : at + _CHUNK]
-
-
-def _dense(tensor: Tensor) -> Part:
-    pieces = (piece.tobytes() for piece in _pieces(tensor.data))
-    return Part(DENSE, tensor.dtype, tensor.shape, pieces)
 
 
 class _Comparison:
@@ -216,9 +191,10 @@ class _Comparison:
             self._block(start)
         old = self._state(self._before, self._old_hash)
         new = self._state(self._after, self._new_hash)
-        if not self._blocks:
-            return Compared(old, new, None, ())
-        return Compared(old, new, *self._record(new), self._changed.odd(self._new))
+        sparse = Sparse(self._blocks, self._old_sum, self._new_sum)
+        carried = carry(old, new, self._after.data, sparse, self._codec, self._spool)
+        odd = self._changed.odd(self._new) if self._blocks else None
+        return Compared(old, new, *carried, odd)
 
     @staticmethod
     def _state(tensor: Tensor, digest: Any) -> TensorState:
@@ -250,17 +226,6 @@ class _Comparison:
         self._new_sum += found.new_sum
         self._meter.add(old.nbytes + new.nbytes)
         return found
-
-    def _record(self, new: TensorState) -> tuple[Record, tuple[Part, ...]]:
-        tensor = self._after
-        count = sum(block.count for block in self._blocks)
-        target = Target("", tensor.name, tensor.dtype, self._old.size)
-        parts = self._codec.parts(target, self._blocks, self._spool)
-        record = Record(tensor.name, "sparse", tensor.dtype, tensor.shape, count, new.digest)
-        if self._codec.dense_if_smaller and sum(part.nbytes for part in parts) >= tensor.nbytes:
-            return replace(record, kind="dense"), (_dense(tensor),)
-        old_sum, new_sum = self._old_sum % (1 << 64), self._new_sum % (1 << 64)
-        return replace(record, old_sum=old_sum, new_sum=new_sum), parts
 
 
 def report_of(

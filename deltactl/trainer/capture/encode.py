@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 
+from deltactl.checkpoint.state import tensor_state
 from deltactl.codec import encoding_named
-from deltactl.codec.base import BLOCK, EncodedBlock, Encoding, Part, Target
+from deltactl.codec.base import BLOCK, EncodedBlock, Encoding
 from deltactl.codec.bits import Bits, Positions
-from deltactl.core.digest import TensorState, hasher
+from deltactl.core.digest import TensorState
 from deltactl.files.atomic import Spool, atomic_file
 from deltactl.files.parallel import hash_threads, map_largest_first
-from deltactl.format.delta_header import DENSE
-from deltactl.format.header import Record, utf8
+from deltactl.format.carrying import Sparse, carry
+from deltactl.format.header import utf8
 from deltactl.ops.diff import Compared, DeltaWriter, DiffReport, report_of
 from deltactl.ops.oddities import Changed, odd_whole
 from deltactl.trainer.capture.capture import Capture, ChunkChange, TensorChange
@@ -24,8 +26,6 @@ from deltactl.trainer.capture.mirror import Held
 
 States = dict[str, TensorState]
 """A state, tensor by tensor."""
-
-_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,6 @@ def _with_others(
     return [changed.get(n) or Compared(states[n], states[n], None, ()) for n in names]
 
 
-def digest_of(held: Held, threads: int = 1) -> TensorState:
-    """The state of a tensor; reads every byte."""
-    digest = hasher(threads)
-    for at in range(0, held.data.size, _PIECE):
-        digest.update(held.data[at : at + _PIECE])
-    return TensorState(held.name, held.dtype, held.shape, digest.hexdigest())
-
-
 class _Tensor:
     """One tensor that changed."""
 
@@ -100,34 +92,24 @@ class _Tensor:
         self._change: TensorChange = capture.changes[name]
         self._held = capture.mirror.tensors.get(name)
         self._before, self._codec, self._spool, self._threads = before, codec, spool, threads
+        self._carry = partial(carry, codec=codec, spool=spool)
         self._changed = Changed(name, "" if self._held is None else self._held.dtype)
 
     def compared(self) -> Compared:
         """Digest it, encode what changed."""
         held, before = self._held, self._before
         if held is None:
-            assert before is not None
-            gone = Record(before.name, "removed", before.dtype, before.shape, 0)
-            return Compared(before, None, gone, ())
-        after = digest_of(held, self._threads)
+            return Compared(before, None, *self._carry(before, None, None, None))
+        after = tensor_state(held, self._threads)
         if self._change.kind == "sparse":
-            return Compared(before, after, *self._sparse(held, after), self._changed.odd(held.bits))
-        record = Record(held.name, "added", held.dtype, held.shape, held.bits.size, after.digest)
-        if before is not None:
-            record = replace(record, kind="dense", base_dtype=before.dtype, base_shape=before.shape)
+            carried = self._carry(before, after, held.data, self._sparse(held))
+            return Compared(before, after, *carried, self._changed.odd(held.bits))
         odd = odd_whole(held.name, held.dtype, held.bits)
-        return Compared(before, after, record, (_dense(held),), odd)
+        return Compared(before, after, *self._carry(before, after, held.data, None), odd)
 
-    def _sparse(self, held: Held, after: TensorState) -> tuple[Record, tuple[Part, ...]]:
+    def _sparse(self, held: Held) -> Sparse:
         blocks = [self._block(held, number, chunks) for number, chunks in self._chunks_by_block()]
-        count = sum(block.count for block in blocks)
-        target = Target("", held.name, held.dtype, held.bits.size)
-        parts = self._codec.parts(target, blocks, self._spool)
-        record = Record(held.name, "sparse", held.dtype, held.shape, count, after.digest)
-        if self._codec.dense_if_smaller and sum(part.nbytes for part in parts) >= held.data.size:
-            return replace(record, kind="dense"), (_dense(held),)
-        change = self._change
-        return replace(record, old_sum=change.old_sum, new_sum=change.new_sum), parts
+        return Sparse(blocks, self._change.old_sum, self._change.new_sum)
 
     def _chunks_by_block(self) -> Iterator[tuple[int, list[ChunkChange]]]:
         chunks = sorted(self._change.chunks, key=lambda chunk: chunk.start)
@@ -153,9 +135,3 @@ def _as_before(block: Bits, positions: Positions, before: Bits) -> Bits:
     base = block.copy()
     base[positions] = before
     return base
-
-
-def _dense(held: Held) -> Part:
-    data = held.data
-    pieces = (data[at : at + _PIECE].tobytes() for at in range(0, data.size, _PIECE))
-    return Part(DENSE, held.dtype, held.shape, pieces)

@@ -16,11 +16,12 @@ from deltactl.chain.next_step import NextStep
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.checkpoint.state import tensor_state
 from deltactl.codec.bits import elements
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.files.parallel import map_largest_first
-from deltactl.trainer.capture.encode import States, digest_of
+from deltactl.trainer.capture.encode import States
 from deltactl.trainer.capture.mirror import Mirror
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import Layout
@@ -156,5 +157,5 @@ def _load(tip: Checkpoint, layout: Layout, parts: Mirror, owned: Mirror) -> Stat
         whole = elements(tip.tensors[name].data, known[name].dtype)
         parts.tensors[name].bits[:] = piece.take(whole)
     held = list(owned.tensors.values())
-    found = map_largest_first(digest_of, held, lambda item: item.data.size)
+    found = map_largest_first(tensor_state, held, lambda item: item.data.size)
     return {state.name: state for state in found}

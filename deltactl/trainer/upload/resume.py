@@ -14,6 +14,7 @@ from deltactl.chain.next_step import NextStep
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.checkpoint.state import tensor_state
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import (
     Conflict,
@@ -27,7 +28,7 @@ from deltactl.core.errors import (
 from deltactl.files.atomic import remove
 from deltactl.files.parallel import map_largest_first
 from deltactl.ops.pull import materialize
-from deltactl.trainer.capture.encode import States, digest_of
+from deltactl.trainer.capture.encode import States
 from deltactl.trainer.capture.mirror import Held, Mirror
 from deltactl.trainer.report import log
 
@@ -134,7 +135,7 @@ def _load(mirror: Mirror, checkpoint: Checkpoint) -> States:
 
     held = list(mirror.tensors.values())
     map_largest_first(copy, held, lambda item: item.data.size)
-    found = map_largest_first(digest_of, held, lambda item: item.data.size)
+    found = map_largest_first(tensor_state, held, lambda item: item.data.size)
     return {state.name: state for state in found}
 
 
