@@ -3,7 +3,7 @@
 Nothing tells work in hand from what is left behind but its age and, on this machine, a lock. So
 nothing goes that was touched within the age, or that belongs to the chain's newest step or a later
 one, where a publisher may be at work. And as that may err, whoever puts a link of several files
-looks at them before and after it puts the index (chain/transfer/snapshot.py), and this looks for an
+looks at them before and after it puts the index (chain/transfer/put.py), and this looks for an
 index before and after it removes any.
 """
 

@@ -13,9 +13,10 @@ from deltactl.chain.check.links import link_faults
 from deltactl.chain.check.objects import seal_of
 from deltactl.chain.check.payload import payload_faults
 from deltactl.chain.reading import read_chain
-from deltactl.chain.store import Bucket, holds_bytes
+from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import Fetched, batches, fetched
-from deltactl.chain.transfer.snapshot import Snapshot, put_whole
+from deltactl.chain.transfer.put import put_snapshot
+from deltactl.chain.transfer.snapshot import Snapshot
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
 from deltactl.core.progress import Meter, Progress, silent
 from deltactl.format.tensor_table import Table
@@ -226,15 +227,15 @@ def _put(dest: Bucket, link: Link, found: Fetched) -> bool:
         files = {item.name: place / item.name.removeprefix(prefix) for item in link.objects}
         place = files.pop(link.name)
     snapshot = Snapshot(link.step, str(link.result_state), link.name, place, files)
-    if put_whole(dest, snapshot, lambda: dest.put(link.name, place), silent)[1]:
-        return True
-    if holds_bytes(dest, link.name, place):
-        return False
-    raise Conflict(
-        "the step is there with other content",
-        file=link.name,
-        step=link.step,
-        expected=f"{place.stat().st_size} bytes as in the source",
-        found="other bytes",
-        hint=f"deltactl log {quote(dest.url)}",
-    )
+
+    def other() -> Conflict:
+        return Conflict(
+            "the step is there with other content",
+            file=link.name,
+            step=link.step,
+            expected=f"{place.stat().st_size} bytes as in the source",
+            found="other bytes",
+            hint=f"deltactl log {quote(dest.url)}",
+        )
+
+    return put_snapshot(dest, snapshot, other)[1]

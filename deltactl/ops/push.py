@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -17,7 +18,8 @@ from deltactl.chain.next_step import NextStep
 from deltactl.chain.reading import read_chain
 from deltactl.chain.replaced import other_run
 from deltactl.chain.store import Bucket
-from deltactl.chain.transfer.snapshot import Snapshot, put_whole, take_snapshot
+from deltactl.chain.transfer.put import put_object, put_snapshot
+from deltactl.chain.transfer.snapshot import Snapshot, take_snapshot
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.checkpoint.hf_directory import TORCH_SUFFIXES
 from deltactl.checkpoint.state import fingerprint, state_of, tensor_states
@@ -353,19 +355,17 @@ class _Publisher:
             )
 
     def _put_delta(self, delta: Path, report: PushReport) -> PushReport:
-        written = self._put(delta_name(report.step), delta, report.step, report.state)
-        return replace(report, written=written)
+        name = delta_name(report.step)
+        other = partial(self._other, name, report.step, report.state)
+        return replace(report, written=put_object(self._bucket, name, delta, other))
 
     def _scratch(self) -> AbstractContextManager[Path]:
         """A temporary directory on the cache's disk, which has room for a checkpoint."""
         return temporary_directory(self._cached)
 
     def _put_anchor(self, snapshot: Snapshot, report: PushReport) -> PushReport:
-        def put_index() -> bool:
-            return self._put(snapshot.name, snapshot.path, report.step, snapshot.state)
-
-        files, written = put_whole(self._bucket, snapshot, put_index, self._progress)
-        files[snapshot.name] = snapshot.path.stat().st_size
+        other = partial(self._other, snapshot.name, report.step, snapshot.state)
+        files, written = put_snapshot(self._bucket, snapshot, other, self._progress)
         return replace(
             report,
             kind="anchor",
@@ -375,24 +375,19 @@ class _Publisher:
             written=written or (report.written and bool(report.files)),
         )
 
-    def _put(self, name: str, path: Path, step: int, state: str) -> bool:
-        """Create a link's object; False if somebody was faster, with the same content.
-
-        Raises Conflict if it was with other content.
-        """
-        if self._bucket.put(name, path):
-            return True
+    def _other(self, name: str, step: int, state: str) -> Conflict | None:
+        """What is wrong where somebody was faster; nothing if it was with the same content."""
         found = read_chain(self._bucket).state_at(step)
-        if found != state:
-            raise Conflict(
-                "the step was published by somebody else meanwhile",
-                file=name,
-                step=step,
-                expected=f"state {state}",
-                found=f"state {found}",
-                hint=f"deltactl log {quote(self._chain.url)}",
-            )
-        return False
+        if found == state:
+            return None
+        return Conflict(
+            "the step was published by somebody else meanwhile",
+            file=name,
+            step=step,
+            expected=f"state {state}",
+            found=f"state {found}",
+            hint=f"deltactl log {quote(self._chain.url)}",
+        )
 
 
 def _check_aux(checkpoint: Checkpoint) -> None:

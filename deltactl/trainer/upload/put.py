@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
 from deltactl.bucket import open_bucket
-from deltactl.chain.store import Bucket, holds_bytes
-from deltactl.chain.transfer.snapshot import Snapshot, put_between, put_whole
+from deltactl.chain.store import Bucket
+from deltactl.chain.transfer.put import put_between, put_object, put_snapshot
+from deltactl.chain.transfer.snapshot import Snapshot
 from deltactl.core.errors import Conflict, NotAllowed
-from deltactl.core.progress import silent
 
 
 def opened(bucket: str | os.PathLike[str] | Bucket) -> Bucket:
@@ -41,9 +42,11 @@ def check_writable(bucket: Bucket) -> None:
 def put_link(bucket: Bucket, name: str, path: Path, step: int) -> None:
     """Create a link's object. One that is there with the same bytes is ours, put by a try whose
     answer was lost. Raises Conflict for other bytes, and what the bucket raises."""
-    if bucket.put(name, path) or holds_bytes(bucket, name, path):
-        return
-    raise Conflict(
+    put_object(bucket, name, path, lambda: _other(bucket, name, step))
+
+
+def _other(bucket: Bucket, name: str, step: int) -> Conflict:
+    return Conflict(
         "the step was published by somebody else meanwhile",
         file=name,
         step=step,
@@ -54,13 +57,8 @@ def put_link(bucket: Bucket, name: str, path: Path, step: int) -> None:
 
 def put_anchor(bucket: Bucket, snapshot: Snapshot) -> int:
     """Put an anchor's files, its index last; returns the bytes of all. Raises as ``put_link``."""
-
-    def put() -> bool:
-        put_link(bucket, snapshot.name, snapshot.path, snapshot.step)
-        return True
-
-    sizes, _ = put_whole(bucket, snapshot, put, silent)
-    return sum(sizes.values()) + snapshot.path.stat().st_size
+    other = partial(_other, bucket, snapshot.name, snapshot.step)
+    return sum(put_snapshot(bucket, snapshot, other)[0].values())
 
 
 def put_index(bucket: Bucket, name: str, path: Path, step: int, sizes: Mapping[str, int]) -> None:
