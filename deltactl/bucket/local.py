@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
 from deltactl.chain.store import Object
 from deltactl.core.errors import NotAllowed, NotFound, Transient
 from deltactl.files.atomic import copy_file, rename_new, sync_directory, temporary_file
 from deltactl.files.leftovers import CLAIM, discard, leftovers
+from deltactl.files.names import check_object_name
 from deltactl.files.temporary import Outcome, Unfinished
 
 _TEMPORARY = ".tmp"
@@ -61,7 +61,7 @@ class LocalBucket:
                 yield Object(name, found.st_size, found.st_mtime)
 
     def _place(self, name: str) -> Path:
-        return self._root / check_name(name)
+        return self._root / check_object_name(name)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
         place = self._place(name)

@@ -11,10 +11,7 @@ from shlex import quote
 
 from deltactl.chain.store import Object
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
-from deltactl.format.anchor import (
-    INDEX,
-    AnchorHeader,
-)
+from deltactl.format.anchor import INDEX, AnchorHeader
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.delta_index import DELTA_INDEX
 from deltactl.format.link_names import anchor_directory as anchor_directory

@@ -23,7 +23,8 @@ from deltactl.checkpoint.foreign import (
 )
 from deltactl.core.errors import Malformed, NotFound, listed
 from deltactl.files.json_bounds import INDEX
-from deltactl.files.untrusted import is_plain_name, os_errors, parse_json, read_index
+from deltactl.files.names import is_plain_name
+from deltactl.files.untrusted import os_errors, parse_json, read_index
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 _STANDARD = ("model.safetensors", "pytorch_model.bin")

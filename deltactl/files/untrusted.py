@@ -226,15 +226,6 @@ def _reason(error: Exception) -> str:
     return "a lone surrogate" if isinstance(error, UnicodeEncodeError) else str(error)
 
 
-def is_plain_name(name: str) -> bool:
-    """Whether ``name`` is one component of a path and nothing else: safe to put after a directory.
-
-    False for "", ".", "..", separators of either kind, and what cannot be printed: NUL and other
-    control characters, lone surrogates, marks that turn the direction of text.
-    """
-    return name not in ("", ".", "..") and name.isprintable() and not {"/", "\\"} & set(name)
-
-
 def is_text(name: str) -> bool:
     """Whether ``name`` can be written as UTF-8: no lone surrogates in it."""
     try:

@@ -7,15 +7,14 @@ which is written last: an anchor without its index is none.
 from __future__ import annotations
 
 import json
-import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
 from deltactl.core.digest import TensorState, is_digest, state_digest
 from deltactl.core.errors import Malformed
+from deltactl.files.names import is_plain_path
 from deltactl.files.safetensors import Header
 from deltactl.files.untrusted import is_size, parse_index
 from deltactl.format.header import (
@@ -191,14 +190,6 @@ def _parse_file(row: object, file: object) -> AnchorFile:
             if not is_shard or "/" not in str(name):
                 return AnchorFile(str(name), size, str(digest), is_shard)
     raise Malformed("the anchor's list of files is malformed", file=file, found=str(row)[:200])
-
-
-def is_plain_path(name: object) -> bool:
-    """Whether ``name`` is a relative path of plain parts that stays below where it starts."""
-    if not isinstance(name, str) or re.search(r"[\x00-\x1f\\]", name):
-        return False
-    parts = PurePosixPath(name).parts
-    return bool(parts) and "/".join(parts) == name and not {"/", ".."} & set(parts)
 
 
 def _parse_ours(

@@ -16,8 +16,9 @@ from typing import Any
 from deltactl.core.digest import TensorState, hasher, is_digest, state_digest
 from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import Malformed, UsageError
+from deltactl.files.names import is_plain_name
 from deltactl.files.safetensors import Header
-from deltactl.files.untrusted import is_plain_name, is_size, parse_index
+from deltactl.files.untrusted import is_size, parse_index
 from deltactl.format.delta_header import DeltaHeader, PartFile, parse_delta, parse_ours
 from deltactl.format.header import (
     HEADER_DIGEST,

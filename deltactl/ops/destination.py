@@ -17,7 +17,8 @@ from deltactl.checkpoint.hf_directory import find_weights
 from deltactl.checkpoint.state import state_of
 from deltactl.core.errors import Conflict, DeltactlError, UsageError, listed
 from deltactl.core.progress import Progress
-from deltactl.format.anchor import AnchorFile, is_plain_path
+from deltactl.files.names import is_plain_path
+from deltactl.format.anchor import AnchorFile
 from deltactl.format.checker import has_file
 
 MARKER = ".deltactl.json"

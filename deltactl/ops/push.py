@@ -29,9 +29,9 @@ from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, U
 from deltactl.core.progress import Progress, silent
 from deltactl.files.atomic import atomic_directory, remove, temporary_directory
 from deltactl.files.cache import tip_cache
+from deltactl.files.names import is_plain_path
 from deltactl.files.safetensors import read_header
 from deltactl.files.signatures import check_fetched
-from deltactl.format.anchor import is_plain_path
 from deltactl.format.checker import has_file
 from deltactl.format.delta import open_delta
 from deltactl.format.delta_header import says_delta

@@ -25,8 +25,8 @@ from deltactl.bucket.cloud.aws import translated as of_aws
 from deltactl.bucket.cloud.obstore_errors import translated as of_obstore
 from deltactl.bucket.cloud.pages import pages
 from deltactl.bucket.cloud.refusals import Place, endless, senseless, truncated, unreachable
-from deltactl.bucket.names import is_name
 from deltactl.chain.store import Object
+from deltactl.files.names import is_relative
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -72,7 +72,7 @@ class S3Listing:
                     if not key.startswith(prefix):
                         raise senseless(self._place, None)
                     name = key.removeprefix(prefix)
-                    if is_name(name):  # others are not ours: marks of folders and the like
+                    if is_relative(name):  # others are not ours: marks of folders and the like
                         yield seen.new(Object(name, size, modified))
 
 

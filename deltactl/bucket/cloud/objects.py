@@ -23,12 +23,12 @@ from deltactl.bucket.cloud.refusals import (
     no_conditions,
 )
 from deltactl.bucket.cloud.staged import PREFIX as STAGED
-from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
 from deltactl.chain.store import Object
 from deltactl.core.errors import NotFound, Transient
 from deltactl.core.threads import map_settled
 from deltactl.files.atomic import write_at
+from deltactl.files.names import check_object_name
 from deltactl.files.temporary import Outcome, Unfinished
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ObjectBucket:
                 yield found
 
     def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
-        check_name(name)
+        check_object_name(name)
         with translated(self._place, name):
             found = self._open(name, start, stop)
             return b"" if found is None else self._body(name, found, start, stop)
@@ -129,7 +129,7 @@ class ObjectBucket:
         return data
 
     def fetch(self, name: str, target: Path) -> None:
-        check_name(name)
+        check_object_name(name)
         with translated(self._place, name):
             first = self._open(name, 0, PART_BYTES)
             with _new_file(target) as descriptor:
@@ -154,11 +154,11 @@ class ObjectBucket:
         map_settled(self._pool, fetch, range(0, size, PART_BYTES))
 
     def path(self, name: str) -> Path | None:
-        check_name(name)
+        check_object_name(name)
         return None
 
     def put(self, name: str, source: Path) -> bool:
-        check_name(name)
+        check_object_name(name)
         with open(source, "rb") as file:
             token = uuid4().hex
             try:
@@ -200,7 +200,7 @@ class ObjectBucket:
         return None
 
     def delete(self, name: str) -> None:
-        check_name(name)
+        check_object_name(name)
         with contextlib.suppress(NotFound), translated(self._place, name):
             self._store.delete(name)
 

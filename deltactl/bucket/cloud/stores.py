@@ -24,10 +24,10 @@ from obstore.exceptions import BaseError
 from deltactl.bucket.cloud.endpoints import located
 from deltactl.bucket.cloud.objects import ObjectBucket
 from deltactl.bucket.cloud.refusals import Place, no_credentials
-from deltactl.bucket.names import check_name
 from deltactl.bucket.throttle import Throttle
 from deltactl.bucket.timeouts import TIMEOUTS, Timeouts
 from deltactl.core.errors import UsageError
+from deltactl.files.names import check_object_name
 
 if TYPE_CHECKING:
     from obstore.store import (
@@ -85,7 +85,7 @@ def parse(url: str) -> Place:
             hint="credentials and endpoints are set in the environment, as for the store's tools",
         )
     prefix = (found[3] or "").rstrip("/")
-    return Place(found[1], found[2], check_name(prefix) if prefix else "")
+    return Place(found[1], found[2], check_object_name(prefix) if prefix else "")
 
 
 def _s3(

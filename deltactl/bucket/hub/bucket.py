@@ -19,6 +19,7 @@ from deltactl.bucket.hub.calls import calls, check_online, endpoint, listing, se
 from deltactl.chain.store import Object
 from deltactl.core.errors import Malformed, Transient, UsageError
 from deltactl.files.atomic import temporary_file
+from deltactl.files.names import check_object_name, is_relative
 from deltactl.files.temporary import Outcome, Unfinished
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
@@ -161,9 +162,9 @@ class HubBucket:
 
     def _key(self, name: str) -> str:
         """The object's name in the bucket. Raises UsageError for what the Hub would not take."""
-        if {"", ".", ".."} & set(name.split("/")) or re.search(r"[\\\0]", name):
+        if "\\" in name:
             raise UsageError("no plain name of an object", file=name)
-        return self._prefix + name
+        return self._prefix + check_object_name(name)
 
     def _place(self, key: str) -> str:
         return f"hf://buckets/{self._id}/{key}"
@@ -179,7 +180,7 @@ def _parse(url: str) -> tuple[str, str]:
         what = "the address holds a user, a password or a query"  # and may not be repeated
         raise UsageError(what, expected=_FORM, hint="set HF_TOKEN, or hf auth login")
     kind, *parts = [part for part in rest.split("/") if part] or [""]
-    plain = not {".", ".."} & set(parts) and not re.search(r"[\\\0]", rest)
+    plain = is_relative("/".join(parts)) and "\\" not in rest
     named = len(parts) >= 2 and all(_NAME.fullmatch(part) for part in parts[:2])
     if kind != "buckets" or not plain or not named:
         raise UsageError("no address of a bucket of the Hub", file=url, expected=_FORM)

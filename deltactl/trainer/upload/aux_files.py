@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from deltactl.checkpoint.hf_directory import aux_files
 from deltactl.core.errors import UsageError
+from deltactl.files.names import is_plain_path
 from deltactl.files.signatures import check_fetched
-from deltactl.format.anchor import is_plain_path
 
 CONFIGS = ("config", "generation_config")
 
