@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from deltactl.bench.made import write_steps
-from deltactl.bench.timing import Work
+from deltactl.bench.timing import Timed
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.files.atomic import remove
 from deltactl.format.delta import open_delta
@@ -47,10 +47,10 @@ class MadeChain:
         for step in steps[1:]:
             remove(step)
 
-    def works(self) -> dict[str, Work]:
+    def works(self) -> dict[str, Timed]:
         """By name; those of ``row``."""
         clear = partial(remove, self._scratch / "rebuilt")
-        return {_name(links): Work(partial(self._rebuild, links), clear) for links in LINKS}
+        return {_name(links): Timed(partial(self._rebuild, links), clear) for links in LINKS}
 
     def _rebuild(self, links: int) -> None:
         deltas = [open_delta(path) for path, _ in self._deltas[:links]]

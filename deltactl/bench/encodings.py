@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from deltactl.bench.timing import Work
+from deltactl.bench.timing import Timed
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.codec.bits import Bytes
 from deltactl.core.digest import state_digest
@@ -37,7 +37,7 @@ class EncodingRow:
     rebuild: float
 
 
-class Measured:
+class EncodingRun:
     """One encoding on one pair of checkpoints."""
 
     def __init__(self, encoding: str, a: Path, b: Path, scratch: Path) -> None:
@@ -48,15 +48,15 @@ class Measured:
         self._report: DiffReport | None = None
         self._mapped = ExitStack()
 
-    def works(self, room: dict[str, Bytes] | None) -> dict[str, Work]:
+    def works(self, room: dict[str, Bytes] | None) -> dict[str, Timed]:
         """The stages; ``room``: arrays for the result in memory, None where it would not fit."""
         works = {
-            "encode": Work(self._encode, self._forget),
-            "decode": Work(self._decode),
-            "rebuild": Work(self._rebuild, partial(remove, self._rebuilt)),
+            "encode": Timed(self._encode, self._forget),
+            "decode": Timed(self._decode),
+            "rebuild": Timed(self._rebuild, partial(remove, self._rebuilt)),
         }
         if room is not None:
-            works["apply"] = Work(partial(self._apply, room))
+            works["apply"] = Timed(partial(self._apply, room))
         return {f"{self._encoding} {stage}": work for stage, work in works.items()}
 
     def row(self, seconds: Mapping[str, float]) -> EncodingRow:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deltactl.bench.timing import Work
+from deltactl.bench.timing import Timed
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.core.digest import hasher
 from deltactl.core.native import KERNEL
@@ -64,15 +64,15 @@ class Limits:
         self._a, self._b = files_of(a), files_of(b)
         self._copies = scratch / "copies"
 
-    def works(self) -> dict[str, Work]:
+    def works(self) -> dict[str, Timed]:
         """By name: of both ``read`` and ``read_and_hash``; of one, with and without a sync of what
         was written, ``copy_and_hash``."""
         both, copy = [*self._a, *self._b], partial(copy_and_hash, self._b, self._copies)
         return {
-            "read": Work(partial(read, both)),
-            "read_and_hash": Work(partial(read_and_hash, both)),
-            "copy_and_hash": Work(copy, self._clear),
-            "copy_sync_and_hash": Work(partial(copy, sync=True), self._clear),
+            "read": Timed(partial(read, both)),
+            "read_and_hash": Timed(partial(read_and_hash, both)),
+            "copy_and_hash": Timed(copy, self._clear),
+            "copy_sync_and_hash": Timed(partial(copy, sync=True), self._clear),
         }
 
     def _clear(self) -> None:

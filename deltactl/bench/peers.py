@@ -14,7 +14,7 @@ from typing import Any
 
 import zstandard
 
-from deltactl.bench.timing import Work
+from deltactl.bench.timing import Timed
 from deltactl.core.threads import cores
 
 
@@ -171,14 +171,14 @@ class MeasuredPeer:
         self._problem = peer.trial(files.a, files.b, self._coded, self._back)
         self._coded_bytes = None if self._problem else self._coded.stat().st_size
 
-    def works(self) -> dict[str, Work]:
+    def works(self) -> dict[str, Timed]:
         """Encode and decode, if it works here."""
         if self._problem is not None:
             return {}
         name, peer, files = self._peer.name, self._peer, self._files
-        works = {f"{name} encode": Work(partial(peer.encode, files.a, files.b, self._coded))}
+        works = {f"{name} encode": Timed(partial(peer.encode, files.a, files.b, self._coded))}
         if peer.decode is not None:
-            works[f"{name} decode"] = Work(partial(peer.decode, files.a, self._coded, self._back))
+            works[f"{name} decode"] = Timed(partial(peer.decode, files.a, self._coded, self._back))
         return works
 
     def row(self, seconds: Mapping[str, float]) -> PeerRow:

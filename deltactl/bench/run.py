@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from deltactl.bench.catch_up import CHAIN_BYTES, CatchUp, MadeChain
-from deltactl.bench.encodings import EncodingRow, Measured
+from deltactl.bench.encodings import EncodingRow, EncodingRun
 from deltactl.bench.machine import Limits, available_memory, facts, files_of
 from deltactl.bench.made import write_steps
 from deltactl.bench.peers import PEERS, TRL, Files, MeasuredPeer
 from deltactl.bench.report import BenchReport
-from deltactl.bench.timing import Work, medians
+from deltactl.bench.timing import Timed, medians
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.checkpoint.sampling import sample_pair
 from deltactl.codec import DEFAULT, ENCODINGS
@@ -91,7 +91,7 @@ class _Run:
             sample = _sample(base, result, scratch)
             trl = MeasuredPeer(TRL, _whole(base, result) or sample, scratch)
         self._peers = [trl, *(MeasuredPeer(peer, sample, scratch) for peer in PEERS)]
-        self._encodings = [Measured(name, a, b, scratch) for name in ENCODINGS]
+        self._encodings = [EncodingRun(name, a, b, scratch) for name in ENCODINGS]
 
     def report(self, rounds: int, lr: float | None, progress: Progress) -> BenchReport:
         """Time everything. ``lr``: that of made checkpoints."""
@@ -110,7 +110,7 @@ class _Run:
             catch_up=self._chain.rows(seconds) if self._chain else _one_link(encodings),
         )
 
-    def _works(self) -> dict[str, Work]:
+    def _works(self) -> dict[str, Timed]:
         works = self._limits.works()
         room: dict[str, Bytes] | None = {} if self._fits else None
         for encoding in self._encodings:

@@ -10,7 +10,7 @@ from statistics import median
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Timed:
     """``run`` is timed; ``clear`` is called before it, untimed, and removes what a run leaves."""
 
     run: Callable[[], object]
@@ -18,7 +18,7 @@ class Work:
 
 
 def medians(
-    works: Mapping[str, Work],
+    works: Mapping[str, Timed],
     rounds: int,
     *,
     done: Callable[[], None] = lambda: None,

@@ -13,7 +13,7 @@ from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.untrusted import os_errors
 
 
-class Held(Protocol):
+class TensorBytes(Protocol):
     """A tensor whose bytes are at hand."""
 
     @property
@@ -27,7 +27,7 @@ class Held(Protocol):
 
 
 def tensor_state(
-    tensor: Held, threads: int = 1, told: Callable[[int], object] | None = None
+    tensor: TensorBytes, threads: int = 1, told: Callable[[int], object] | None = None
 ) -> TensorState:
     """The state of one tensor; reads every byte, and ``told`` how many."""
     digest = digest_of(tensor.data, threads, told)

@@ -17,7 +17,7 @@ from deltactl.core.errors import DeltactlError, UsageError
 
 if TYPE_CHECKING:
     from deltactl.demo.loop.equality import Equality
-    from deltactl.demo.loop.run import Report, Row
+    from deltactl.demo.loop.run import Report, StepRow
 
 LOOP_STEPS = 40
 """Steps of a loop, unless it is said: so many show that the reward rises."""
@@ -145,7 +145,7 @@ class _Table:
     def say(self, what: str) -> None:
         self._print(f"starting: {what}")
 
-    def row(self, row: Row) -> None:
+    def row(self, row: StepRow) -> None:
         if not self._begun:
             self._print("   time   step  published  served  staleness  reward")
             self._begun = True

@@ -25,7 +25,7 @@ _DIALECTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Patch:
+class ParsedDelta:
     """A delta's header in either dialect; ``keys`` maps (tensor, our suffix) to the entry's key."""
 
     dialect: str
@@ -59,7 +59,7 @@ def looks_like_delta(header: Header) -> bool:
     return is_theirs and bool(header.entries) and all(k.endswith(suffixes) for k in header.entries)
 
 
-def parse_delta(header: Header, file: object) -> Patch:
+def parse_delta(header: Header, file: object) -> ParsedDelta:
     """Read a delta's header. Raises Malformed, Unsupported."""
     metadata = header.metadata
     if metadata.get("format") != TRL_FORMAT:
@@ -80,7 +80,7 @@ def parse_delta(header: Header, file: object) -> Patch:
     names = sorted({name for name, _ in keys}, key=utf8)
     records = tuple(_record(header, name, keys) for name in names)
     _check_counts(metadata, records, file)
-    return Patch(
+    return ParsedDelta(
         dialect=dialect,
         encoding=encoding,
         step=_optional_count(metadata, "model_version", file),

@@ -30,7 +30,7 @@ _OUR_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldStep:
     """What a directory holds: its state, the chain's step of that state, if it is one, and the step
     that pull marked it by, if it is unchanged since: the chain may have lost that step."""
 
@@ -39,7 +39,7 @@ class Held:
     marked: int | None = None
 
 
-def look(chain: Chain, dest: Path, wanted: int | None, progress: Progress) -> Held | None:
+def look(chain: Chain, dest: Path, wanted: int | None, progress: Progress) -> HeldStep | None:
     """What ``dest`` holds, as a step up to ``wanted``; None for nothing.
 
     Raises Conflict unless it may be replaced.
@@ -55,20 +55,22 @@ def look(chain: Chain, dest: Path, wanted: int | None, progress: Progress) -> He
     except DeltactlError as error:
         if marker is None:
             raise _not_ours(dest, str(error)) from None
-        return Held("", None)
+        return HeldStep("", None)
     steps = [link.step for link in chain.links if link.result_state == state]
     if steps:
-        return Held(state, max((s for s in steps if wanted is None or s <= wanted), default=None))
+        return HeldStep(
+            state, max((s for s in steps if wanted is None or s <= wanted), default=None)
+        )
     if marker is None:
         raise _not_ours(dest, f"state {state}")
     same = marker.get("state") == state and marker.get("bucket") == chain.url
     step = marker.get("step")
     if not same or not isinstance(step, int):
-        return Held(state, None)
+        return HeldStep(state, None)
     if (wanted is not None and step > wanted) or not chain.links_at(step):
-        return Held(state, None, step)
+        return HeldStep(state, None, step)
     # Only links without digests leave nothing but the marker's word for which step this is.
-    return Held(state, step if chain.state_at(step) is None else None)
+    return HeldStep(state, step if chain.state_at(step) is None else None)
 
 
 def read_marker(dest: Path) -> dict[str, object] | None:

@@ -41,7 +41,7 @@ from deltactl.format.delta import Delta, open_delta
 from deltactl.ops.apply import carry_over, prove
 from deltactl.ops.destination import (
     MARKER,
-    Held,
+    HeldStep,
     check_no_trainer,
     look,
     marker_of,
@@ -200,7 +200,7 @@ def check_apart(bucket: Bucket, dest: Path) -> None:
         raise UsageError(what, file=dest, found=bucket.url, hint="name a directory beside it")
 
 
-def _newest(chain: Chain, dest: Path, held: Held | None) -> int:
+def _newest(chain: Chain, dest: Path, held: HeldStep | None) -> int:
     """The newest step that can be had, from an anchor or from what ``dest`` holds.
 
     Raises Conflict where ``dest`` holds a newer one: to go back is for its user to say.

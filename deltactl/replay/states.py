@@ -24,7 +24,7 @@ from deltactl.format.delta import Delta
 from deltactl.format.header import Record, utf8
 
 
-class Watch(Protocol):
+class LayerWatch(Protocol):
     """Sees each chunk before and after each layer; the arrays are only valid during the call.
 
     ``number``: the layer's; ``changes``: the block's; ``index``: the place of the block's first
@@ -44,7 +44,7 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class SparseLayer:
     """One delta's changes to a tensor; ``number`` is the delta's place in the sequence."""
 
     number: int
@@ -64,13 +64,13 @@ class Stack:
     shape: tuple[int, ...]
     data: Bytes
     origin: int = -1
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[SparseLayer] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
         return int(self.data.size)
 
-    def chunks(self, watch: Watch | None = None) -> Iterator[tuple[int, Bits]]:
+    def chunks(self, watch: LayerWatch | None = None) -> Iterator[tuple[int, Bits]]:
         """Each chunk's byte offset and final elements; the array is valid until the next.
 
         ``watch`` sees the chunk before and after each layer too. Raises Malformed.
@@ -82,7 +82,9 @@ class Stack:
             for at, chunk in self._block(start // BLOCK, block, watch):
                 yield (start + at) * width, chunk
 
-    def _block(self, number: int, block: Bits, watch: Watch | None) -> Iterator[tuple[int, Bits]]:
+    def _block(
+        self, number: int, block: Bits, watch: LayerWatch | None
+    ) -> Iterator[tuple[int, Bits]]:
         """Where each chunk begins in the block, and its final elements."""
         counts = [layer.decoder.count_in(number) for layer in self.layers]
         # Some layers are decoded by the block that the last one left, and many large ones are not
@@ -101,7 +103,7 @@ class Stack:
             yield from self._in_chunks(number, block, watch)
 
     def _in_chunks(
-        self, number: int, block: Bits, watch: Watch | None
+        self, number: int, block: Bits, watch: LayerWatch | None
     ) -> Iterator[tuple[int, Bits]]:
         """The same, by all layers' changes, a piece that stays in cache at a time."""
         decoded = [(layer.number, layer.decoder.block(number, block)) for layer in self.layers]
@@ -116,7 +118,7 @@ class Stack:
 
 
 def _put_watched(
-    watch: Watch | None, layer: int, changes: BlockChanges, block: int, at: int, chunk: Bits
+    watch: LayerWatch | None, layer: int, changes: BlockChanges, block: int, at: int, chunk: Bits
 ) -> None:
     if watch is None:
         changes.put(chunk, at)
@@ -161,7 +163,7 @@ def _put(of_tensor: list[Stack], number: int, delta: Delta, record: Record) -> N
         assert current is not None
         count = elements_of(current.dtype, current.shape)
         decoder = delta.decoder(record.name, current.dtype, count)
-        current.layers.append(Layer(number, decoder, record))
+        current.layers.append(SparseLayer(number, decoder, record))
 
 
 def _check_stands(current: Stack | None, delta: Delta, record: Record) -> None:

@@ -15,7 +15,7 @@ from deltactl.server.drive import Drive
 from deltactl.server.fleet import Met, Together, as_error, side_by_side, urls_of
 from deltactl.server.goal import ChainGoal, DeltaGoal, Goal, lent
 from deltactl.server.http.routes import Server
-from deltactl.server.http.wire import Dead, Lost
+from deltactl.server.http.wire import ConnectionLost, Dead
 from deltactl.server.preflight import draft_notes, ready_for
 from deltactl.server.report import Replica
 from deltactl.server.update import DEFAULTS, Job, Options
@@ -108,7 +108,7 @@ def _to_goal(url: str, job: Job, together: Together, met: Met) -> Replica:
         unknown = job.asked and report.paused is None
         if unknown and not isinstance(error, Dead):
             report.notes.append("may be paused, on the old step or on the new one")
-        if isinstance(error, Dead | Lost):
+        if isinstance(error, Dead | ConnectionLost):
             report.error.hint = f"{error.hint}, then {again}"
         elif unknown:
             report.error.hint = again

@@ -23,7 +23,7 @@ from deltactl.server.preflight import (
     check_version,
     draft_notes,
 )
-from deltactl.server.state import Audit, Engine
+from deltactl.server.state import Audit, EngineState
 from deltactl.server.summing import Patience, summed
 
 
@@ -152,7 +152,7 @@ def _audit(
 
 
 def _check_state(
-    server: Server, chain: Chain, step: int | None, engine: Engine, states: dict[str, int]
+    server: Server, chain: Chain, step: int | None, engine: EngineState, states: dict[str, int]
 ) -> None:
     """Raise Conflict unless the server is on a step of the chain, and on the one asked for."""
     if engine.poisoned is not None:
@@ -187,7 +187,7 @@ def _check_state(
         )
 
 
-def _note(report: Audited, engine: Engine) -> None:
+def _note(report: Audited, engine: EngineState) -> None:
     audit = engine.audit
     if audit is not None:
         report.checked, report.differing = audit.checked, audit.differing

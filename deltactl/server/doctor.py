@@ -23,7 +23,7 @@ from deltactl.server.preflight import (
     draft_notes,
     no_plugin,
 )
-from deltactl.server.state import WRITTEN, Engine
+from deltactl.server.state import WRITTEN, EngineState
 
 Level = Literal["ok", "warn", "error"]
 
@@ -117,7 +117,7 @@ def _exposed(url: str) -> Finding:
     return Finding("warn", "exposed", what, hint)
 
 
-def _plugin(engine: Engine, url: str) -> Finding:
+def _plugin(engine: EngineState, url: str) -> Finding:
     known = f"deltactl {engine.version}, {engine.world_size} rank" + "s" * (engine.world_size > 1)
     if not engine.backend:
         return _of_error("plugin", no_plugin(url, "another weight-transfer backend"))
@@ -140,7 +140,7 @@ def _step(goal: Goal, server: Server) -> Iterator[Finding]:
     yield from (Finding("warn", "step", note) for note in plan.notes)
 
 
-def _weights(engine: Engine) -> Iterator[Finding]:
+def _weights(engine: EngineState) -> Iterator[Finding]:
     if engine.poisoned is not None:
         what = f"the weights are in an unknown state: {engine.poisoned}"
         yield Finding("error", "weights", what, "deltactl apply BUCKET@STEP --server URL")
@@ -161,7 +161,7 @@ def _weights(engine: Engine) -> Iterator[Finding]:
         yield Finding("ok", "weights", what, "deltactl verify BUCKET --server URL sums them anew")
 
 
-def _map(engine: Engine) -> Iterator[Finding]:
+def _map(engine: EngineState) -> Iterator[Finding]:
     if engine.refused:
         yield Finding(
             "warn",
@@ -187,7 +187,7 @@ def _listed(names: Mapping[str, str]) -> str:
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-def _at_rest(engine: Engine, paused: bool, server: Server) -> Iterator[Finding]:
+def _at_rest(engine: EngineState, paused: bool, server: Server) -> Iterator[Finding]:
     update, again = engine.update, "deltactl apply BUCKET@STEP --server URL carries it to an end"
     if update is not None:
         written = "written" if update.phase == WRITTEN else update.phase

@@ -17,7 +17,7 @@ from deltactl.server.http.routes import Server
 from deltactl.server.http.wire import Refused
 from deltactl.server.preflight import check_layers
 from deltactl.server.report import Replica
-from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, Update
+from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, UpdateState
 from deltactl.server.summing import PATIENCE, hangs, summed
 from deltactl.server.update import HELD, Do, Job, decide, look_closer
 
@@ -200,7 +200,7 @@ class Drive:
             job.error = job.error or Transient(what, file=self.server.url, hint=hint)
         return True
 
-    def _note_own(self, seen: Seen, update: Update) -> None:
+    def _note_own(self, seen: Seen, update: UpdateState) -> None:
         job, report = self.job, self.report
         report.bytes_fetched = max(report.bytes_fetched, update.fetched_bytes)
         if update.phase == "ready" and seen.certain and seen.paused:
@@ -216,7 +216,7 @@ class Drive:
             if job.error.hint is None:
                 job.error.hint = self._remedy(job.error)
 
-    def _mistook(self, update: Update) -> bool:
+    def _mistook(self, update: UpdateState) -> bool:
         """Whether somebody changed the weights once they were summed, as far as a refusal tells,
         and for the first time: then they are summed anew."""
         job = self.job

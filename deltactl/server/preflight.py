@@ -11,7 +11,7 @@ from deltactl.server.goal import Goal, StageRequest
 from deltactl.server.http.routes import Server
 from deltactl.server.http.wire import Refused
 from deltactl.server.model import Specs, float_of
-from deltactl.server.state import Engine
+from deltactl.server.state import EngineState
 
 OLDEST = (0, 32)
 """The oldest vLLM whose routes are those that are used here."""
@@ -56,7 +56,7 @@ def check_routes(server: Server) -> bool:
         ) from None
 
 
-def check_plugin(server: Server) -> Engine:
+def check_plugin(server: Server) -> EngineState:
     """What the plugin in the server says. Raises Unsupported where it is not there, or is not used.
 
     Of a server of several ranks vLLM's configuration is asked first: a method that they lack would
@@ -128,7 +128,7 @@ def no_plugin(url: str, found: str) -> DeltactlError:
     )
 
 
-def check_awake(engine: Engine, url: str) -> None:
+def check_awake(engine: EngineState, url: str) -> None:
     """Raise Transient for a server whose weights sleep. Its KV cache may, and is woken last, so
     that there is room to load."""
     if "weights" in engine.asleep:
@@ -141,7 +141,7 @@ def check_awake(engine: Engine, url: str) -> None:
         )
 
 
-def check_dtype(engine: Engine, specs: Specs, url: str) -> None:
+def check_dtype(engine: EngineState, specs: Specs, url: str) -> None:
     """Raise Conflict where the server keeps its weights in another floating type than most of a
     checkpoint's."""
     dtype = float_of(specs)
@@ -155,13 +155,13 @@ def check_dtype(engine: Engine, specs: Specs, url: str) -> None:
         )
 
 
-def check_tensors(server: Server, engine: Engine, goal: Goal) -> None:
+def check_tensors(server: Server, engine: EngineState, goal: Goal) -> None:
     """Raise Conflict where the step is of another model than the server's."""
     if not goal.fits_from(engine.state) and (served := server.tensors()):
         goal.fits(served, server.url)
 
 
-def check_layers(engine: Engine, goal: Goal, way: StageRequest, url: str) -> None:
+def check_layers(engine: EngineState, goal: Goal, way: StageRequest, url: str) -> None:
     """Raise Unsupported where the way leads through vLLM's own loader for a tensor of a layer that
     may answer wrongly afterwards."""
     changed = goal.changed(way)
@@ -193,7 +193,7 @@ def draft_notes(draft: object) -> list[str]:
     return [f"{what} is not updated: fewer and fewer of its tokens are accepted"]
 
 
-def ready_for(server: Server, goal: Goal) -> Engine:
+def ready_for(server: Server, goal: Goal) -> EngineState:
     """What the server's plugin says. Raises what stands between it and an update to the goal."""
     check_version(server)
     check_routes(server)

@@ -20,7 +20,7 @@ _IDENTITIES = ("failed", "unknown", "running", "known")  # of several ranks the 
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateState:
     """An update that the server holds and nobody has acknowledged, over all ranks.
 
     ``written``: whether any rank has written it; ``elements``: to write, or written; ``seconds``:
@@ -54,7 +54,7 @@ class Audit:
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineState:
     """What all ranks together say. ``sound``: nothing says that the weights are not what the state
     names; where ``poisoned`` is set, or the ranks hold different things, nobody knows them.
     ``unmapped``, ``refused``: tensors that only vLLM's own loader can load, and those that it
@@ -74,7 +74,7 @@ class Engine:
     state: str | None
     poisoned: DeltactlError | None
     error: DeltactlError | None
-    update: Update | None
+    update: UpdateState | None
     session: bool
     mapped: int | None
     unmapped: Mapping[str, str]
@@ -101,13 +101,13 @@ class Engine:
 class Seen:
     """A server at a moment. ``certain``: read from it, and not concluded from what it answered."""
 
-    engine: Engine
+    engine: EngineState
     paused: bool
     label: str | None
     certain: bool = True
 
     @property
-    def update(self) -> Update | None:
+    def update(self) -> UpdateState | None:
         return self.engine.update
 
     def expect(self, **changes: Any) -> Seen:
@@ -117,7 +117,7 @@ class Seen:
         return replace(self, engine=replace(self.engine, **rest), certain=False, **own)
 
 
-def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
+def of_ranks(replies: Sequence[Any], call: str, url: str) -> EngineState:
     """The ranks' replies to one ``call`` as one. Raises Malformed, Unsupported."""
     expected = [(rank, len(replies), call) for rank in range(len(replies))]
     pairs = zip(replies, expected, strict=True)
@@ -133,7 +133,7 @@ def of_ranks(replies: Sequence[Any], call: str, url: str) -> Engine:
         held = ", ".join(f"rank {n}: step {rank.get('step')}" for n, rank in enumerate(ranks))
         poisoned = Malformed("the server's ranks hold different weights", file=url, found=held)
     maps = [found for rank in ranks if isinstance(found := rank.get("map"), dict)]
-    return Engine(
+    return EngineState(
         world_size=len(ranks),
         dtype=str(first.get("dtype")),
         model=str(first.get("model")),
@@ -213,7 +213,7 @@ def _identity(ranks: Sequence[Mapping[str, Any]]) -> str:
     return next((identity for identity in _IDENTITIES if identity in found), "unknown")
 
 
-def _update(ranks: Sequence[Mapping[str, Any]], url: str) -> tuple[Update | None, bool]:
+def _update(ranks: Sequence[Mapping[str, Any]], url: str) -> tuple[UpdateState | None, bool]:
     """The update over all ranks, and whether some have written it and others have not."""
     rows = [found for rank in ranks if isinstance(found := rank.get("update"), dict)]
     if not rows:
@@ -228,7 +228,7 @@ def _update(ranks: Sequence[Mapping[str, Any]], url: str) -> tuple[Update | None
     error = next((error for row in rows if (error := error_of(row.get("error")))), None)
     timings = [_mapping(row, "seconds") for row in rows]
     parts = {str(part) for timing in timings for part in timing}
-    update = Update(
+    update = UpdateState(
         id=str(first.get("id")),
         phase=_phase(phases) if whole else "failed",
         from_step=_integer(first.get("from_step")),

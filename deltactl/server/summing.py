@@ -7,7 +7,7 @@ from time import monotonic
 
 from deltactl.core.errors import DeltactlError, Transient
 from deltactl.server.http.routes import Server
-from deltactl.server.state import Engine
+from deltactl.server.state import EngineState
 
 PATIENCE = 10
 """Times the timeout, for work in a server that shows no progress: hashing a model, fetching one."""
@@ -15,7 +15,7 @@ PATIENCE = 10
 _FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
 
 
-def summed(server: Server, stop: threading.Event) -> Engine:
+def summed(server: Server, stop: threading.Event) -> EngineState:
     """What the server says once all its live weights were summed: which state they are, and in
     ``audit`` what differs from the one that it took them for. Where its parameters have been
     exchanged it says that its weights are to be identified anew.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from deltactl.bench.timing import Work, medians
+from deltactl.bench.timing import Timed, medians
 
 
 def test_in_turn_cleared_before_and_the_first_round_does_not_count() -> None:
@@ -22,7 +22,7 @@ def test_in_turn_cleared_before_and_the_first_round_does_not_count() -> None:
         calls.append("clear")
         now += 1000  # is not timed
 
-    works = {"a": Work(lambda: run("a")), "b": Work(lambda: run("b"), clear)}
+    works = {"a": Timed(lambda: run("a")), "b": Timed(lambda: run("b"), clear)}
     found = medians(works, 3, done=lambda: calls.append("done"), clock=lambda: now)
     assert found == {"a": 2, "b": 20}
     assert calls == ["a", "done", "clear", "b", "done"] * 4

@@ -14,7 +14,7 @@ from deltactl.cli.app import app
 from deltactl.core.errors import Malformed
 from deltactl.demo.loop import run as module
 from deltactl.demo.loop.equality import Equality
-from deltactl.demo.loop.run import Report, Row, Wish
+from deltactl.demo.loop.run import Report, StepRow, Wish
 from deltactl.server.audit import Audited
 
 Captured = pytest.CaptureFixture[str]
@@ -50,8 +50,10 @@ def test_a_bucket_that_holds_something_is_left_alone(
     assert [path.name for path in (tmp_path / "bucket").iterdir()] == ["theirs"]
 
 
-def row(step: int, reward: float) -> Row:
-    return Row(step, 1.5 * step, step - 1, step - 2 if step > 1 else None, reward, 1, 0.1, 0.0, 0.5)
+def row(step: int, reward: float) -> StepRow:
+    return StepRow(
+        step, 1.5 * step, step - 1, step - 2 if step > 1 else None, reward, 1, 0.1, 0.0, 0.5
+    )
 
 
 AUDIT = Audited("http://127.0.0.1:1", 4, "s", 25)

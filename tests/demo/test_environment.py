@@ -14,7 +14,14 @@ import pytest
 import requests
 
 from deltactl.demo.game import game
-from deltactl.demo.game.environment import BODY, CONNECTIONS, IDLE, Environment, Refusal, Sessions
+from deltactl.demo.game.environment import (
+    BODY,
+    CONNECTIONS,
+    IDLE,
+    BadRequest,
+    Environment,
+    Sessions,
+)
 from deltactl.demo.game.play import Table
 
 
@@ -106,7 +113,7 @@ def test_sessions_are_bounded_and_the_one_idle_longest_goes() -> None:
     names = [sessions.begin({"seed": seed})["session"] for seed in range(3)]
     sessions.guess(names[0], {"word": "zzz"})  # names[1] is idle longest now
     sessions.begin({"seed": 9})
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(BadRequest) as refused:
         sessions.guess(names[1], {"word": "zzz"})
     assert refused.value.status == 404
     assert sessions.guess(names[0], {"word": "zzz"})["left"] == game.GUESSES - 2

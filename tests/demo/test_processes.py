@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from deltactl.core.errors import Conflict, DeltactlError
-from deltactl.demo.loop.processes import Event, Parts, parts
+from deltactl.demo.loop.processes import Event, Processes, parts
 
 MODULE = "tests.support.loop_parts"
 WAIT = 60.0
 
 
-def all_events(running: Parts) -> list[Event]:
+def all_events(running: Processes) -> list[Event]:
     found: list[Event] = []
     while not found or found[-1]["event"] != "ended":
         heard = running.hear(WAIT)
@@ -28,7 +28,7 @@ def all_events(running: Parts) -> list[Event]:
     return found[:-1]
 
 
-def start(running: Parts, act: str) -> None:
+def start(running: Processes, act: str) -> None:
     running.start_module("part", MODULE, {"act": act})
 
 

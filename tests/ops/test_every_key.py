@@ -25,7 +25,6 @@ from deltactl.format.link_names import (
     delta_directory,
     delta_name,
 )
-from deltactl.format.tensor_table import elements_of
 from deltactl.ops.apply import apply_delta
 from deltactl.ops.pull import pull
 from deltactl.ops.push import push
@@ -320,7 +319,7 @@ def fit(metadata: Header) -> None:
             shape = tuple(row["shape"])
             after[row["name"]] = TensorState(row["name"], row["dtype"], shape, row["digest"])
     metadata["deltactl.result_state"] = state_digest(after.values())
-    total = sum(map(elements_of, after.values()))
+    total = sum(tensor.elements for tensor in after.values())
     metadata["total_elements"] = str(total)
     if metadata["sparse"] == "True":
         changed = sum(row.get("changed", 0) for row in rows)

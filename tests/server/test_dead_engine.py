@@ -16,7 +16,7 @@ from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import audit_servers
 from deltactl.server.doctor import examine
 from deltactl.server.http import pulse
-from deltactl.server.http.wire import Busy, Dead, Lost, Unreachable, Wire
+from deltactl.server.http.wire import Busy, ConnectionLost, Dead, Unreachable, Wire
 from deltactl.server.reload import reload_servers
 from tests.server.conftest import QUICK, Start, Steps
 from tests.server.test_update import THE_WAY
@@ -153,12 +153,12 @@ def test_a_server_that_is_not_up_yet_and_one_that_is_gone(start: Start) -> None:
     assert wire.get("/version")
     server.kill()
     wire.close()
-    with pytest.raises(Lost) as lost:
+    with pytest.raises(ConnectionLost) as lost:
         wire.get("/version")
     assert "restart the server" in str(lost.value.hint)
     with pytest.raises(Unreachable) as never:
         Wire(server.url, 10).get("/version")
-    assert not isinstance(never.value, Lost)
+    assert not isinstance(never.value, ConnectionLost)
     assert never.value.found == "connection refused"
     assert str(never.value.hint).endswith("if it is still starting, wait for it")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Transient, Unsupported
-from deltactl.server.state import Engine, error_of, of_ranks
+from deltactl.server.state import EngineState, error_of, of_ranks
 
 URL, CALL = "http://a", "c"
 IDS = st.sampled_from(["staging", "staged", "ready", "already", "committed", "refused", "failed"])
@@ -30,7 +30,7 @@ def update(phase: str, **changes: Any) -> dict[str, Any]:
     return {"id": "u", "phase": phase, "elements": 5, "seconds": {"write": 1.5}} | changes
 
 
-def both(one: dict[str, Any], two: dict[str, Any]) -> Engine:
+def both(one: dict[str, Any], two: dict[str, Any]) -> EngineState:
     return of_ranks([reply(0, 2) | one, reply(1, 2) | two], CALL, URL)
 
 
@@ -149,7 +149,7 @@ PARTS = sorted({*update(""), "error", "reloaded", "full", "fetched_bytes", "to_s
 @given(st.dictionaries(st.sampled_from(KEYS), values))
 def test_any_reply_is_understood_or_refused(changes: dict[str, Any]) -> None:
     with contextlib.suppress(DeltactlError):
-        assert isinstance(of_ranks([reply() | changes], CALL, URL), Engine)
+        assert isinstance(of_ranks([reply() | changes], CALL, URL), EngineState)
 
 
 @given(st.sampled_from(["update", "map", "audit", "poisoned"]), st.dictionaries(
@@ -158,7 +158,7 @@ def test_any_reply_is_understood_or_refused(changes: dict[str, Any]) -> None:
 def test_any_part_of_a_reply_too(key: str, part: dict[str, Any]) -> None:
     known = update("ready") if key == "update" else {}
     with contextlib.suppress(DeltactlError):
-        assert isinstance(of_ranks([reply() | {key: known | part}], CALL, URL), Engine)
+        assert isinstance(of_ranks([reply() | {key: known | part}], CALL, URL), EngineState)
 
 
 @given(st.lists(values, max_size=3))

@@ -22,7 +22,7 @@ from deltactl.bucket.cloud.refusals import (
     cut_short,
     no_conditions,
 )
-from deltactl.bucket.cloud.staged import PREFIX as STAGED
+from deltactl.bucket.cloud.temporary_upload import PREFIX as STAGED
 from deltactl.bucket.throttle import Throttle
 from deltactl.chain.store import Object
 from deltactl.core.errors import NotFound, Transient

@@ -132,7 +132,7 @@ def _staged(
     timeouts: Timeouts,
 ) -> ObjectBucket:
     from deltactl.bucket.cloud.listing import ObstoreListing, check_emulator
-    from deltactl.bucket.cloud.staged import Staged
+    from deltactl.bucket.cloud.temporary_upload import TemporaryUpload
 
     google = place.scheme == "gs"
     endpoint = _emulator() if google else azure_settings(os.environ).get("endpoint")
@@ -141,7 +141,7 @@ def _staged(
     listing = ObstoreListing(store, place, pool, ordered=google, seconds=timeouts.whole)
     if google and endpoint:
         listing.check = partial(check_emulator, endpoint, place, timeouts.read)
-    large = Staged(store, place, listing, jobs)
+    large = TemporaryUpload(store, place, listing, jobs)
     return ObjectBucket(place, store, listing, large, pool, jobs, throttle)
 
 

@@ -32,7 +32,7 @@ IDLE = 120.0  # seconds in which a client must send what it has begun to, or som
 _GUESS = re.compile(r"/sessions/([0-9a-f]{16})/guess")
 
 
-class Refusal(Exception):
+class BadRequest(Exception):
     """What a client did wrong, in words, and the HTTP status that says so."""
 
     def __init__(self, status: int, what: str) -> None:
@@ -57,7 +57,7 @@ class Sessions:
     def begin(self, document: object) -> dict[str, Any]:
         seed = _field(document, "seed", int)
         if not 0 <= seed < 1 << 63:
-            raise Refusal(400, "the seed is below zero or 2^63 and more")
+            raise BadRequest(400, "the seed is below zero or 2^63 and more")
         name, session = secrets.token_hex(8), _Session(game.secret_of(seed))
         with self._lock:
             if len(self._open) >= self._limit:
@@ -72,7 +72,7 @@ class Sessions:
         with self._lock:
             session = self._open.get(name)
             if session is None:
-                raise Refusal(404, "there is no such session, or it is over")
+                raise BadRequest(404, "there is no such session, or it is over")
             said = game.marks(session.secret, word)
             session.history.append((word, said))
             left = game.GUESSES - len(session.history)
@@ -98,7 +98,7 @@ class Sessions:
 def _field(document: object, name: str, kind: type) -> Any:
     found = document.get(name) if isinstance(document, dict) else None
     if type(found) is not kind:
-        raise Refusal(400, f"a JSON object with {name!r}, {kind.__name__}, is expected")
+        raise BadRequest(400, f"a JSON object with {name!r}, {kind.__name__}, is expected")
     return found
 
 
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> tuple[int, dict[str, Any]]:
         if self.path != "/":
-            raise Refusal(404, "there is nothing here")
+            raise BadRequest(404, "there is nothing here")
         return 200, dict(self.server.sessions.counts())
 
     def _post(self) -> tuple[int, dict[str, Any]]:
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             return 201, self.server.sessions.begin(document)
         match = _GUESS.fullmatch(self.path)
         if match is None:
-            raise Refusal(404, "there is nothing here")
+            raise BadRequest(404, "there is nothing here")
         return 200, self.server.sessions.guess(match[1], document)
 
     def _document(self) -> object:
@@ -173,23 +173,23 @@ class _Handler(BaseHTTPRequestHandler):
         lengths = self.headers.get_all("Content-Length", [])
         if "Transfer-Encoding" in self.headers or len(lengths) != 1:
             self.close_connection = True
-            raise Refusal(411, "the body's length is not given, once")
+            raise BadRequest(411, "the body's length is not given, once")
         if not re.fullmatch(r"[0-9]{1,9}", lengths[0]) or int(lengths[0]) > BODY:
             self.close_connection = True
-            raise Refusal(413, f"the body is no more than {BODY} bytes")
+            raise BadRequest(413, f"the body is no more than {BODY} bytes")
         raw = self.rfile.read(int(lengths[0]))
         if len(raw) < int(lengths[0]):
             self.close_connection = True
-            raise Refusal(400, "the body is shorter than was said")
+            raise BadRequest(400, "the body is shorter than was said")
         try:
             return json.loads(raw)
         except (ValueError, RecursionError):
-            raise Refusal(400, "the body is no JSON") from None
+            raise BadRequest(400, "the body is no JSON") from None
 
     def _answer(self, act: Any) -> None:
         try:
             status, document = act()
-        except Refusal as refusal:
+        except BadRequest as refusal:
             status, document = refusal.status, {"error": refusal.what}
         raw = json.dumps(document).encode()
         self.send_response(status)

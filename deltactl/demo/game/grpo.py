@@ -26,7 +26,7 @@ LOW, HIGH = 0.8, 1.28  # what the ratio is clipped to; higher above, as DAPO (Yu
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class GradientStep:
     """Of one update.
 
     ``drift``: how far the policy had moved since the rollouts, the mean over all tokens of the
@@ -55,14 +55,16 @@ class Learner:
         )
         self._rates = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1 / RISE, 1, RISE - 1)
 
-    def update(self, rollouts: Sequence[Rollout]) -> Update:
+    def update(self, rollouts: Sequence[Rollout]) -> GradientStep:
         """One step of the optimizer."""
         found = _update(self.model, self.optimizer, rollouts)
         self._rates.step()
         return found
 
 
-def _update(model: Any, optimizer: torch.optim.Optimizer, rollouts: Sequence[Rollout]) -> Update:
+def _update(
+    model: Any, optimizer: torch.optim.Optimizer, rollouts: Sequence[Rollout]
+) -> GradientStep:
     import torch
 
     text, chosen = packed([[(turn.tokens, turn.marks) for turn in r.turns] for r in rollouts])
@@ -77,7 +79,7 @@ def _update(model: Any, optimizer: torch.optim.Optimizer, rollouts: Sequence[Rol
     optimizer.step()
     moved = ratio.detach()[chosen]
     past = (moved < LOW) | (moved > HIGH)
-    return Update(float((moved - 1).abs().mean()), float(past.float().mean()), float(norm))
+    return GradientStep(float((moved - 1).abs().mean()), float(past.float().mean()), float(norm))
 
 
 def advantages(rollouts: Sequence[Rollout]) -> torch.Tensor:

@@ -70,7 +70,7 @@ def part(work: Callable[[dict[str, Any]], None]) -> None:
 # In the process that starts them.
 
 
-class Parts:
+class Processes:
     """The processes of a loop, and the events of all of them in one queue."""
 
     def __init__(self, logs: Path) -> None:
@@ -163,10 +163,10 @@ class Parts:
 
 
 @contextlib.contextmanager
-def parts(logs: Path) -> Iterator[Parts]:
+def parts(logs: Path) -> Iterator[Processes]:
     """Parts that are gone when the block is left."""
     logs.mkdir(parents=True, exist_ok=True)
-    started = Parts(logs)
+    started = Processes(logs)
     try:
         yield started
     finally:

@@ -19,7 +19,7 @@ from deltactl.demo.game.play import Table
 from deltactl.demo.loop import vllm_process
 from deltactl.demo.loop.equality import Equality, compare
 from deltactl.demo.loop.learner import FINAL
-from deltactl.demo.loop.processes import Event, Parts, parts
+from deltactl.demo.loop.processes import Event, Processes, parts
 from deltactl.ops.pull import pull
 
 MARGIN = 0.05
@@ -27,18 +27,18 @@ MARGIN = 0.05
 
 _SILENCE = 600.0  # seconds without an event after which the loop is taken for stuck
 
-Heard = Callable[["Row"], None]
+Heard = Callable[["StepRow"], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StepRow:
     """One trained step, as it was when the trainer had made it.
 
     ``seconds``: since the first step was begun to be published; ``published``, ``served``: the
     newest step that the bucket had confirmed, and that the server served, None before the first;
     ``reward``: mean of the batch that the step was made of; ``staleness``: steps between the
     trainer and the oldest policy that had a part in the batch; ``drift``, ``clipped`` and
-    ``gradient``: see ``grpo.Update``.
+    ``gradient``: see ``grpo.GradientStep``.
     """
 
     step: int
@@ -60,7 +60,7 @@ class Report:
 
     bucket: str
     steps: int
-    rows: list[Row] = field(default_factory=list)
+    rows: list[StepRow] = field(default_factory=list)
     links: list[dict[str, Any]] = field(default_factory=list)
     applied: list[dict[str, Any]] = field(default_factory=list)
     rollouts: dict[int, int] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class _Loop:
         url: str,
         bucket: Bucket,
         program: Path,
-        running: Parts,
+        running: Processes,
         heard: Heard,
         started: Callable[[str], None],
     ) -> None:
@@ -224,7 +224,7 @@ class _Loop:
         self._report.moments.append((seconds, self._published, self._served))
 
     def _trained(self, event: Event) -> None:
-        row = Row(
+        row = StepRow(
             step=event["step"],
             seconds=time.monotonic() - self._begun,
             published=self._published,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from deltactl.core.errors import Malformed
 from deltactl.server.http.wire import HEALTH, Wire
 from deltactl.server.model import Spec
-from deltactl.server.state import Engine, Seen, of_ranks, specs_in
+from deltactl.server.state import EngineState, Seen, of_ranks, specs_in
 
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -111,7 +111,7 @@ class Server:
         self._wire.post("/reset_mm_cache", None)
         self._wire.post("/reset_encoder_cache", None)
 
-    def engine(self, method: str, **arguments: Any) -> Engine:
+    def engine(self, method: str, **arguments: Any) -> EngineState:
         """Call a method of the plugin on every rank: what they say of themselves afterwards."""
         call = secrets.token_hex(8)
         return of_ranks(self.rpc(method, call=call, **arguments), call, self.url)

@@ -39,7 +39,7 @@ class Unreachable(Transient):
     """There was no connection: the request was not carried out."""
 
 
-class Lost(Unreachable):
+class ConnectionLost(Unreachable):
     """Nor is there any more to a server that has answered before."""
 
 
@@ -199,7 +199,7 @@ class Wire:
         what, found = "no connection to the server", _reason(error)
         if self._answered:
             hint = "it has ended, or its engine has died: see its log, and restart the server"
-            return Lost(f"{what} any more", file=self.url, found=found, hint=hint)
+            return ConnectionLost(f"{what} any more", file=self.url, found=found, hint=hint)
         hint = f"deltactl doctor --server {quote(self.url)}; if it is still starting, wait for it"
         return Unreachable(what, file=self.url, found=found, hint=hint)
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 from deltactl.cli.app import app
 from deltactl.server.http.routes import Server
-from deltactl.server.state import Engine
+from deltactl.server.state import EngineState
 from deltactl.vllm.update.host import identify
 from tests.support.fault_proxy import FaultProxy, hang
 from tests.support.supervised import children_of
@@ -81,7 +81,7 @@ def killed_while_staging(proxy: FaultProxy, act: Callable[[], None]) -> Iterator
     """``act`` runs while the server fetches, from a store that does not answer it any more."""
     real, asked = Server.engine, 0
 
-    def dying(self: Server, method: str, **arguments: Any) -> Engine:
+    def dying(self: Server, method: str, **arguments: Any) -> EngineState:
         nonlocal asked
         if method == "deltactl_stage":
             asked = len(proxy.requests)

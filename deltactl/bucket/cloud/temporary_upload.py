@@ -25,7 +25,7 @@ PREFIX = ".upload-"
 _PART = 1 << 24
 
 
-class Staged:
+class TemporaryUpload:
     """Both stores copy within themselves, an object of any size, on the condition that the target
     does not exist, and judge that in the step that makes it visible: of two that copy to one name
     one is refused. (Google's multipart uploads take no condition, and obstore gives Microsoft's
