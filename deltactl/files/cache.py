@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from deltactl.core.digest import hasher
+from deltactl.core.digest import digest_of
 from deltactl.core.errors import NotAllowed
 from deltactl.files.temporary import lock_now, remove
 
@@ -27,8 +27,7 @@ def cache_root() -> Path:
 
 def place_of(kind: str, key: str) -> Path:
     """The directory below the cache's root that belongs to a URL or path, among its kind."""
-    found: str = hasher().update(os.fsencode(key)).hexdigest()[:32]
-    return cache_root() / kind / found
+    return cache_root() / kind / digest_of(os.fsencode(key))[:32]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deltactl.core.digest import TensorState, hasher, is_digest, state_digest
+from deltactl.core.digest import TensorState, digest_of, is_digest, state_digest
 from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import Malformed, UsageError
 from deltactl.files.names import is_plain_name
@@ -59,9 +59,8 @@ def part_name(number: int, count: int, attempt: str = "") -> str:
 
 def part_file(name: str, header: Header) -> PartFile:
     """What the index says of a part that has this header."""
-    digest: str = hasher().update(header.raw).hexdigest()
     payload = header.metadata[PREFIX + "payload_digest"]
-    return PartFile(name, header.file_size, digest, payload)
+    return PartFile(name, header.file_size, digest_of(header.raw), payload)
 
 
 def delta_index(

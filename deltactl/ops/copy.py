@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from deltactl.chain.chain import Chain, Link
-from deltactl.chain.check.links import link_faults
+from deltactl.chain.check.links import is_left_over, link_faults
 from deltactl.chain.check.objects import seal_of
 from deltactl.chain.check.payload import payload_faults
 from deltactl.chain.reading import read_chain
@@ -17,7 +17,7 @@ from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import Fetched, batches, fetched
 from deltactl.chain.transfer.put import put_snapshot
 from deltactl.chain.transfer.snapshot import Snapshot
-from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.core.errors import Conflict, DeltactlError, NotFound, UsageError
 from deltactl.core.progress import Meter, Progress, silent
 from deltactl.format.tensor_table import Table
 
@@ -99,7 +99,8 @@ def _from(chain: Chain, step: int | None) -> Chain:
     if not chain.links and not chain.problems:
         raise NotFound("the bucket holds no chain", file=chain.url)
     if step is None:
-        return chain
+        links = [link for link in chain.links if not is_left_over(chain, link)]
+        return Chain(links, chain.problems, url=chain.url)
     start = max((s for s in chain.starts if s <= step), default=None)
     if start is None:
         raise NotFound(
@@ -169,9 +170,6 @@ def _sound(plan: Chain, tables: dict[int, Table]) -> tuple[list[Link], DeltactlE
     problems = sorted(plan.problems, key=lambda problem: problem.step or 0)
     for link in plan.links:
         faults: Sequence[DeltactlError] = [p for p in problems if (p.step or 0) <= link.step]
-        if not faults and not links and link.kind != "anchor":
-            what = "the chain begins with a delta, and the anchor that it stands on is missing"
-            faults = [Malformed(what, file=link.name)]
         faults = faults or link_faults(plan, link, tables)
         if faults:
             faults[0].step = faults[0].step or link.step
@@ -195,8 +193,7 @@ def _copy(
     for batch in batches(links, source):
         with fetched(source, batch, _scratch(), checking, gather=True) as found:
             for link in batch:
-                before = plan.before(link) if link.kind == "delta" else None
-                faults = payload_faults(link, found, None if before is None else tables.get(before))
+                faults = payload_faults(plan, link, found, tables)
                 if faults:
                     raise _of(source, faults[0])
                 if link.name in found.mapped:

@@ -148,11 +148,6 @@ def _verify_links(chain: Chain, tables: dict[int, Table], report: VerifyReport) 
     Fills ``tables``: the tensors of each step, as far as they are known.
     """
     faults = list(chain.problems)
-    first = chain.links[0] if chain.links else None
-    # Where all before an anchor was removed its step's delta may be left: it is not needed.
-    if first is not None and first.kind != "anchor" and first.step not in chain.starts:
-        what = "the chain begins with a delta, and the anchor that it stands on is missing"
-        faults.append(Malformed(what, file=first.name, step=first.step))
     broken = set()
     for link in chain.links:
         found = link_faults(chain, link, tables)
@@ -208,8 +203,7 @@ def _verify_data(
     """Returns the names of faulty links."""
     broken = set()
     for link in group:
-        before = chain.before(link) if link.kind == "delta" else None
-        faults = payload_faults(link, found, None if before is None else tables.get(before))
+        faults = payload_faults(chain, link, found, tables)
         report.errors += [fault.facts() for fault in faults]
         broken |= {link.name} if faults else set()
         if link.name in found.mapped:

@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint
-from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.digest import TensorState, digest_of, hasher, state_digest
 from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import Malformed
 from deltactl.core.progress import Meter, Progress, silent
@@ -106,7 +106,7 @@ def write_file(
         file.seek(0)
         file.write(header)
     file.seek(0, os.SEEK_END)
-    return Written(states, {shard.file: file.tell()}, {}, {shard.file: _digest(header)})
+    return Written(states, {shard.file: file.tell()}, {}, {shard.file: digest_of(header)})
 
 
 def write_index(path: Path, metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> None:
@@ -170,11 +170,6 @@ def _header(shard: _Shard) -> bytes:
     return make_header([(s.name, s.dtype, s.shape) for s in shard.stacks], shard.metadata)
 
 
-def _digest(data: bytes) -> str:
-    digest: str = hasher().update(data).hexdigest()
-    return digest
-
-
 def _write_shards(shards: Sequence[_Shard], directory: Path, progress: Progress) -> Written:
     headers = {shard.file: _header(shard) for shard in shards}
     with ExitStack() as stack:
@@ -194,7 +189,7 @@ def _write_shards(shards: Sequence[_Shard], directory: Path, progress: Progress)
         states,
         {name: (directory / name).stat().st_size for name in files},
         {stack.name: shard.file for shard in shards for stack in shard.stacks},
-        {name: _digest(header) for name, header in headers.items()},
+        {name: digest_of(header) for name, header in headers.items()},
     )
 
 

@@ -350,6 +350,23 @@ def test_a_gap_and_a_missing_anchor(source: LocalBucket, dest: LocalBucket, root
         copy_chain(source, LocalBucket(root.parent / "elsewhere"))
 
 
+def test_the_delta_of_the_anchor_that_a_chain_begins_with_is_left(
+    tmp_path: Path, dest: LocalBucket
+) -> None:
+    """What it stands on was removed, and ``verify`` finds no fault with that."""
+    source = make_chain(tmp_path / "cut", states(4), anchor_every=2)
+    shutil.rmtree(Path(source.url, anchor_directory(1)))
+    assert read_chain(source).links[0].name == delta_name(2)
+    assert verify_bucket(source, level="rebuild").ok
+    report = copy_chain(source, dest)
+    assert (report.first_step, report.tip) == (2, 4)
+    assert [link.name for link in read_chain(dest).links] == [
+        link.name for link in read_chain(source).links[1:]
+    ]
+    assert verify_bucket(dest, level="rebuild").ok
+    assert copy_chain(source, dest).copied == 0
+
+
 def test_a_fault_before_where_it_begins_is_none(
     source: LocalBucket, dest: LocalBucket, root: Path
 ) -> None:

@@ -70,7 +70,8 @@ def _delta_faults(
     chain: Chain, link: Link, header: DeltaHeader, tables: dict[int, Table]
 ) -> list[DeltactlError]:
     if link is chain.links[0]:
-        return []
+        what = "the chain begins with a delta, and the anchor that it stands on is missing"
+        return [] if is_left_over(chain, link) else [Malformed(what, file=link.name)]
     before = chain.before(link)
     if fault := _base_fault(chain, link, before):
         return [fault]
@@ -85,6 +86,12 @@ def _delta_faults(
     except DeltactlError as error:
         return [error]
     return []
+
+
+def is_left_over(chain: Chain, link: Link) -> bool:
+    """Whether a link is the delta of the anchor that the chain begins with: what it stands on was
+    removed with all before the anchor, and nothing needs it."""
+    return link is chain.links[0] and link.kind == "delta" and link.step in chain.starts
 
 
 def _base_fault(chain: Chain, link: Link, before: int | None) -> DeltactlError | None:

@@ -3,9 +3,10 @@ digests, that they can be read."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from deltactl.chain.chain import Link
+from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check import trl
 from deltactl.chain.check.delta import content_faults
 from deltactl.chain.check.objects import faults_at
@@ -19,11 +20,13 @@ from deltactl.format.header import touch_sum_text
 from deltactl.format.tensor_table import Table
 
 
-def payload_faults(link: Link, found: Fetched, before: Table | None) -> list[DeltactlError]:
+def payload_faults(
+    chain: Chain, link: Link, found: Fetched, tables: Mapping[int, Table]
+) -> list[DeltactlError]:
     """What is wrong with a link's bytes: as seen on the way where it was fetched, else read now.
 
-    ``before``: the tensors of the step before, where they are known. Every error has the step, and
-    a file.
+    ``tables``: the tensors of steps, as far as they are known. Every error has the step, and a
+    file.
     """
     faults = found.faults(link)
     if not faults:
@@ -31,7 +34,9 @@ def payload_faults(link: Link, found: Fetched, before: Table | None) -> list[Del
         if isinstance(link.header, AnchorHeader):
             faults = _anchor_faults(link, link.header, place, checked)
         else:
-            faults = _delta_faults(link, place, checked, before)
+            before = chain.before(link)
+            table = None if before is None else tables.get(before)
+            faults = _delta_faults(link, place, checked, table)
     for fault in faults:
         fault.step, fault.file = link.step, fault.file or link.name
     return faults

@@ -12,7 +12,7 @@ from deltactl.chain.chain import Link
 from deltactl.chain.check.objects import expected_in, seal_of
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.ranges import Tally, Wanted, transfer
-from deltactl.core.digest import hasher
+from deltactl.core.digest import digest_of
 from deltactl.core.errors import DeltactlError
 from deltactl.core.progress import Meter
 from deltactl.files.atomic import temporary_directory
@@ -99,8 +99,7 @@ def _id(bucket: Bucket, link: Link) -> str:
 
 
 def _hash(text: str) -> str:
-    found: str = hasher().update(text.encode(errors="surrogateescape")).hexdigest()[:32]
-    return found
+    return digest_of(text.encode(errors="surrogateescape"))[:32]
 
 
 def _wanted(link: Link, place: Path, name: str) -> Iterator[Wanted]:

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from deltactl.checkpoint.checkpoint import Checkpoint
-from deltactl.core.digest import hasher
+from deltactl.core.digest import digest_of
 from deltactl.core.progress import Progress
+from deltactl.files.mapped import map_bytes, sound_sources
 from deltactl.format.anchor import INDEX, AnchorFile, anchor_index, anchor_metadata
 from deltactl.format.link_names import anchor_directory, anchor_file_name
 from deltactl.replay.rebuild import SINGLE, Written, write_directory, write_file
-
-_PIECE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,6 @@ def directory_snapshot(
 
 def described(path: Path, name: str) -> AnchorFile:
     """A file that travels with an anchor, by the name ``name``."""
-    digest = hasher()
-    with open(path, "rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return AnchorFile(name, path.stat().st_size, digest.hexdigest(), False)
+    data = map_bytes(path)
+    with sound_sources(data):
+        return AnchorFile(name, data.size, digest_of(data), False)

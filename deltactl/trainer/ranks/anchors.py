@@ -11,7 +11,7 @@ from pathlib import Path
 from deltactl.chain.anchor_policy import AnchorPolicy, Run
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.snapshot import described
-from deltactl.core.digest import TensorState, hasher, state_digest
+from deltactl.core.digest import TensorState, digest_of, state_digest
 from deltactl.core.errors import Malformed
 from deltactl.files.safetensors import Header
 from deltactl.format.anchor import INDEX, AnchorFile, anchor_index
@@ -76,8 +76,7 @@ class Shards:
         homes: dict[str, str] = {}
         for path, header in headers.items():
             name = path.rpartition("/")[2]
-            digest = hasher().update(header.raw).hexdigest()
-            files.append(AnchorFile(name, header.file_size, digest, True))
+            files.append(AnchorFile(name, header.file_size, digest_of(header.raw), True))
             for state in states_in(header, path):
                 tensors[state.name], homes[state.name] = state, name
         ordered = tuple(tensors[name] for name in sorted(tensors, key=utf8))

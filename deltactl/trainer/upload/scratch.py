@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from deltactl.core.digest import hasher
+from deltactl.core.digest import digest_of
 from deltactl.core.errors import Conflict, NotAllowed
 from deltactl.files.cache import cache_root
 
@@ -37,7 +37,7 @@ def scratch_directory(
 
     Raises NotAllowed, Conflict.
     """
-    name = hasher().update(os.fsencode(url)).hexdigest()[:32]
+    name = digest_of(os.fsencode(url))[:32]
     place = cache_root() / "trainers" / name if given is None else Path(given)
     place /= below
     try:
