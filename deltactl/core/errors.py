@@ -84,6 +84,21 @@ class Unproven(DeltactlError):
     """Nothing is known to be wrong, but a digest that would prove it right is missing (exit 3)."""
 
 
+def difference(
+    what: str,
+    expected: object,
+    found: object,
+    *,
+    file: object = None,
+    tensor: str | None = None,
+    step: int | None = None,
+) -> Malformed | None:
+    """The error for what was found to be another than is expected; None where it is the same."""
+    if expected == found:
+        return None
+    return Malformed(what, file=file, tensor=tensor, step=step, expected=expected, found=found)
+
+
 class Unsupported(DeltactlError):
     """A sound file that this version cannot read: a later format, an unknown encoding (exit 1)."""
 

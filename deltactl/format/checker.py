@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from deltactl.codec.bits import Bytes
 from deltactl.core.digest import TensorState, digest_of, hasher
-from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.core.errors import DeltactlError, Malformed, difference
 from deltactl.files.mapped import sound_sources
 from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.safetensors import Entry, header_length, parse_header
@@ -230,10 +230,10 @@ def _delta_spans(
         check_seal(raw, header.metadata, file)
     else:
         what = "the part's header does not have the digest that the delta's index names"
-        _raise(_differs(what, file, header.step, part.header_digest, digest_of(raw)))
+        _raise(difference(what, part.header_digest, digest_of(raw), file=file, step=header.step))
     expected = str(header.payload_digest if part is None else part.payload_digest)
     what = "the payload does not have the digest that the header names"
-    return [Span(len(raw), size, partial(_differs, what, file, header.step, expected))]
+    return [Span(len(raw), size, partial(difference, what, expected, file=file, step=header.step))]
 
 
 def _anchor_spans(
@@ -254,7 +254,7 @@ def _anchor_spans(
 def _file_fault(held: AnchorFile, file: object, step: int | None, found: str) -> Malformed | None:
     whose = "shard's header" if held.is_shard else "file"
     what = f"the {whose} does not have the digest that the anchor's index names"
-    return _differs(what, file, step, held.digest, found)
+    return difference(what, held.digest, found, file=file, step=step)
 
 
 def _tensor_fault(
@@ -271,14 +271,6 @@ def _tensor_fault(
         expected="no such tensor" if row is None else row.digest,
         found=found,
     )
-
-
-def _differs(
-    what: str, file: object, step: int | None, expected: str, found: str
-) -> Malformed | None:
-    if found == expected:
-        return None
-    return Malformed(what, file=file, step=step, expected=expected, found=found)
 
 
 def _raise(fault: Malformed | None) -> None:

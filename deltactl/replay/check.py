@@ -13,7 +13,7 @@ from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.codec.base import BlockChanges, span
 from deltactl.codec.bits import Bits, Positions, touch_sum
 from deltactl.core.digest import hasher
-from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.core.errors import DeltactlError, difference
 from deltactl.core.progress import Meter, Progress
 from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta
@@ -115,8 +115,8 @@ def _of_layer(number: int, record: Record, seen: _Seen) -> Iterator[Fault]:
 def _compared(
     number: int, record: Record, what: str, expected: object, found: object
 ) -> Iterator[Fault]:
-    if record.digest is not None and expected != found:
-        fault = Malformed(what, tensor=record.name, expected=expected, found=found)
+    fault = difference(what, expected, found, tensor=record.name)
+    if record.digest is not None and fault is not None:
         yield number, fault
 
 

@@ -7,13 +7,15 @@ new touch sum. That they are the changes from the base to the result only a repl
 
 from __future__ import annotations
 
+from functools import partial
+
 from deltactl.codec.absolute import NewBits
 from deltactl.codec.base import BLOCK, unseen
 from deltactl.codec.bits import touch_sum
 from deltactl.codec.room import room_for
 from deltactl.codec.ulp_ctx import UlpCtxDecoder
 from deltactl.core.digest import digest_of
-from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.core.errors import DeltactlError, Malformed, difference
 from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta, parse_delta
 from deltactl.format.header import Record, touch_sum_text
@@ -35,24 +37,16 @@ def content_faults(delta: Delta) -> list[DeltactlError]:
 
 
 def _fault(delta: Delta, record: Record) -> DeltactlError | None:
+    differs = partial(difference, file=delta.path, tensor=record.name)
     if record.whole:
         what = "the tensor that is carried whole does not have the digest that its row names"
-        return _differs(delta, record, what, record.digest, digest_of(delta.whole(record.name)))
+        return differs(what, record.digest, digest_of(delta.whole(record.name)))
     found = _new_sum(delta, record)
     if found is None:
         return None
     what = "the new touch sum is not that of the bits that the delta carries"
     assert record.new_sum is not None
-    expected = touch_sum_text(record.new_sum)
-    return _differs(delta, record, what, expected, touch_sum_text(found))
-
-
-def _differs(
-    delta: Delta, record: Record, what: str, expected: str | None, found: str
-) -> Malformed | None:
-    if expected == found:
-        return None
-    return Malformed(what, file=delta.path, tensor=record.name, expected=expected, found=found)
+    return differs(what, touch_sum_text(record.new_sum), touch_sum_text(found))
 
 
 def _new_sum(delta: Delta, record: Record) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deltactl.chain.chain import Chain, Link
 from deltactl.chain.check import trl
 from deltactl.core.digest import state_digest
-from deltactl.core.errors import DeltactlError, Malformed, Unproven
+from deltactl.core.errors import DeltactlError, Malformed, Unproven, difference
 from deltactl.format.anchor import AnchorHeader
 from deltactl.format.delta_header import DeltaHeader
 from deltactl.format.metadata_check import check_total
@@ -128,13 +128,9 @@ def _step_and_state(step: int | None, state: str | None) -> str:
 def _advance(table: Table, header: DeltaHeader) -> Table:
     """The tensors after a delta, from those before; their digest has to be the state it names."""
     after = after_delta(table, header)
+    what = "the tensor table does not lead to the state that the header names"
     found = state_digest(after.values())
-    if found != header.result_state:
-        raise Malformed(
-            "the tensor table does not lead to the state that the header names",
-            file=header.file,
-            expected=header.result_state,
-            found=found,
-        )
+    if fault := difference(what, header.result_state, found, file=header.file):
+        raise fault
     check_total(header.metadata, sum(tensor.elements for tensor in after.values()), header.file)
     return after

@@ -13,7 +13,7 @@ from deltactl.chain.check.objects import faults_at
 from deltactl.chain.transfer.fetching import Fetched
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.codec.bits import elements, touch_sum_of_all
-from deltactl.core.errors import DeltactlError, Malformed
+from deltactl.core.errors import DeltactlError, difference
 from deltactl.format.anchor import INDEX, AnchorHeader
 from deltactl.format.delta import Delta, open_delta
 from deltactl.format.header import touch_sum_text
@@ -86,21 +86,16 @@ def _anchor_faults(
 
 def _sum_faults(checkpoint: Checkpoint, anchor: Link, header: AnchorHeader) -> list[DeltactlError]:
     """The tensors whose elements have another touch sum than the anchor's rows give them."""
+    what = "the tensor does not have the touch sum that the anchor names"
     faults: list[DeltactlError] = []
     for name, expected in header.sums.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is None:
             continue  # and that is said of it
-        found = touch_sum_of_all(elements(tensor.data, tensor.dtype))
-        if found != expected:
-            fault = Malformed(
-                "the tensor does not have the touch sum that the anchor names",
-                file=_home(checkpoint, name, anchor.name),
-                tensor=name,
-                expected=touch_sum_text(expected),
-                found=touch_sum_text(found),
-            )
-            faults.append(fault)
+        found = touch_sum_text(touch_sum_of_all(elements(tensor.data, tensor.dtype)))
+        home = _home(checkpoint, name, anchor.name)
+        fault = difference(what, touch_sum_text(expected), found, file=home, tensor=name)
+        faults += [fault] if fault is not None else []
     return faults
 
 
