@@ -29,7 +29,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     scratch = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(catch_up, "LINKS", (1, 3))
-        found = bench(params=1 << 24, rounds=1, scratch=scratch).as_dict()
+        found = bench(params=1 << 24, rounds=1, scratch=scratch).facts()
     assert list(scratch.iterdir()) == []
     return found
 

@@ -168,7 +168,7 @@ def test_blocks_by_classes_are_of_every_form() -> None:
                 shares += shares_of_classes(data[8:]) if data[8] == 1 else []
         steps = stats_delta(open_delta(path)).steps
         assert steps is not None
-        lengths |= {row["max"] for row in steps.as_dict()["bins"] if row["up"] and row["down"]}
+        lengths |= {row["max"] for row in steps.facts()["bins"] if row["up"] and row["down"]}
     assert forms == {0, 1, 2}
     assert min(shares) < 0.2
     assert max(shares) > 0.5

@@ -26,7 +26,7 @@ class BenchReport:
     peers: tuple[PeerRow, ...]
     catch_up: tuple[CatchUp, ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """JSON-ready: bytes, seconds, bytes of one checkpoint a second, and ratios."""
         report = self.encodings[0].report
         return {

@@ -23,6 +23,7 @@ from deltactl.cli.interface.options import (
 )
 from deltactl.cli.interface.servers import REPLICA_KEYS, apply_to
 from deltactl.core.errors import UsageError
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.ops.apply import ApplyReport
@@ -194,15 +195,7 @@ def apply(
         report = apply_delta(file, base, out, progress=progress)
     if not report.proven:
         screen.warn("the delta names no digest: nothing proves the result")
-    document = {
-        "step": report.step,
-        "state": report.state,
-        "changed_elements": report.changed_elements,
-        "written": report.written,
-        "proven": report.proven,
-        "out": str(report.out),
-    }
-    screen.result(document, lambda: _lines(report))
+    screen.result(facts_of(report), lambda: _lines(report))
 
 
 def _lines(report: ApplyReport) -> Iterable[str]:

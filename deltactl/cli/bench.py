@@ -120,7 +120,7 @@ def bench(
         report = measure(
             a, b, params=params or _PARAMS, rounds=rounds, scratch=scratch, progress=progress
         )
-    document = report.as_dict()
+    document = report.facts()
     screen.result(document, lambda: bench_lines(document))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,9 +12,13 @@ from deltactl.cli.interface.exits import code_of
 from deltactl.cli.interface.manual import manual
 from deltactl.cli.interface.options import WHERE, DryRun, Jobs, Json, Quiet, age, output
 from deltactl.core.errors import Unsupported, UsageError
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.ops.clean import CleanReport, Item
+
+
+_ITEM = ("kind", "name", "step", "bytes", "age", "action", "why")
 
 
 @manual(
@@ -98,16 +102,14 @@ def clean(
 
         opened = open_bucket(bucket, jobs=jobs)
         report = clean_bucket(opened, older_than=older_than, dry_run=dry_run)
-    document = {
-        "place": report.place,
-        "older_than": report.older_than,
-        "cleaned": len(report.cleaned),
-        "bytes": report.bytes,
-        "kept": len(report.kept),
-        "items": [_document(item) for item in report.items],
-        "errors": [error.facts() for error in report.errors],
-        "dry_run": report.dry_run,
-    }
+    document = facts_of(
+        report,
+        *("place", "older_than", "cleaned", "bytes", "kept", "items", "errors", "dry_run"),
+        cleaned=len(report.cleaned),
+        kept=len(report.kept),
+        items=[facts_of(item, *_ITEM) for item in report.items],
+        errors=[error.facts() for error in report.errors],
+    )
     screen.result(document, lambda: _lines(report))
     for error in report.errors:
         if isinstance(error, Unsupported):
@@ -117,18 +119,6 @@ def clean(
     codes = [code_of(error) for error in report.errors if not isinstance(error, Unsupported)]
     if codes:
         raise typer.Exit(max(codes))
-
-
-def _document(item: Item) -> dict[str, Any]:
-    return {
-        "kind": item.kind,
-        "name": item.name,
-        "step": item.step,
-        "bytes": item.bytes,
-        "age": item.age,
-        "action": item.action,
-        "why": item.why,
-    }
 
 
 def _lines(report: CleanReport) -> Iterable[str]:

@@ -10,6 +10,7 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.manual import manual
 from deltactl.cli.interface.options import WHERE, DryRun, Jobs, Json, LimitRate, Quiet, output
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.ops.copy import CopyReport
@@ -79,18 +80,7 @@ def copy(
         screen.warn(
             "some links name no digest: they are copied as they are, and nothing proves them"
         )
-    document = {
-        "links": report.links,
-        "copied": report.copied,
-        "skipped": report.skipped,
-        "bytes": report.bytes,
-        "first_step": report.first_step,
-        "last_step": report.last_step,
-        "tip": report.tip,
-        "proven": report.proven,
-        "dry_run": report.dry_run,
-    }
-    screen.result(document, lambda: _lines(report, dest))
+    screen.result(facts_of(report), lambda: _lines(report, dest))
 
 
 def _lines(report: CopyReport, dest: str) -> Iterable[str]:

@@ -25,6 +25,7 @@ from deltactl.cli.interface.options import (
     output,
 )
 from deltactl.core.errors import UsageError
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.format.header import Record
@@ -137,37 +138,20 @@ def _target(out: Path | None) -> Iterator[Path | IO[bytes] | None]:
 
 
 def _document(report: DiffReport, out: Path | None) -> dict[str, Any]:
-    return {
-        "changed_elements": report.changed_elements,
-        "total_elements": report.total_elements,
-        "sparsity": report.sparsity,
-        "delta_bytes": report.delta_bytes,
-        "bytes_per_changed_element": report.bytes_per_changed_element,
-        "checkpoint_bytes": report.checkpoint_bytes,
-        "times_smaller": report.times_smaller,
-        "encoding": report.encoding,
-        "base_state": report.base_state,
-        "result_state": report.result_state,
-        "identical": report.identical,
-        "notes": report.notes,
-        "file": None if out is None else str(out),
-        "tensors": [record_document(record) for record in report.records],
-    }
+    return facts_of(
+        report,
+        *("changed_elements", "total_elements", "sparsity", "delta_bytes"),
+        *("bytes_per_changed_element", "checkpoint_bytes", "times_smaller", "encoding"),
+        *("base_state", "result_state", "identical", "notes"),
+        file=out,
+        tensors=[record_document(record) for record in report.records],
+    )
 
 
 def record_document(record: Record) -> dict[str, Any]:
     """One changed tensor as ``--json`` has it."""
-    return {
-        "name": record.name,
-        "kind": record.kind,
-        "dtype": record.dtype,
-        "shape": record.shape,
-        "changed": record.changed,
-        "elements": record.elements,
-        "bytes": record.nbytes,
-        "base_dtype": record.base_dtype,
-        "base_shape": record.base_shape,
-    }
+    own = ("name", "kind", "dtype", "shape", "changed", "elements", "bytes")
+    return facts_of(record, *own, "base_dtype", "base_shape", bytes=record.nbytes)
 
 
 def _lines(report: DiffReport, out: Path | None) -> Iterable[str]:

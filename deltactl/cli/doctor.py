@@ -22,6 +22,7 @@ from deltactl.cli.interface.options import (
 )
 from deltactl.cli.interface.servers import warn_of_newer
 from deltactl.core.errors import UsageError
+from deltactl.core.facts import as_json
 
 if TYPE_CHECKING:
     from deltactl.server.doctor import Finding
@@ -112,7 +113,7 @@ def _goal(target: str, jobs: int | None) -> Goal:
 
 def _row(url: str, findings: list[Finding]) -> dict[str, Any]:
     ok = not any(finding.level == "error" for finding in findings)
-    return {"url": url, "ok": ok, "findings": [finding.facts() for finding in findings]}
+    return {"url": url, "ok": ok, "findings": as_json(findings)}
 
 
 def _lines(by_url: dict[str, list[Finding]]) -> Iterable[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -13,9 +13,16 @@ from deltactl.cli.interface.exits import UNSOUND
 from deltactl.cli.interface.manual import manual
 from deltactl.cli.interface.options import Bucket, Jobs, Json, Quiet, output
 from deltactl.core.errors import NotFound
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
-    from deltactl.chain.chain import Chain, Link
+    from deltactl.chain.chain import Chain
+
+
+_LINK = (
+    "step", "kind", "bytes", "changed_elements", "sparsity", "base_state", "result_state",
+    "encoding", "dialect", "name",
+)  # fmt: skip
 
 
 @manual(
@@ -65,17 +72,14 @@ def log(
         )
     left = leftovers_of(opened, chain)
     replaced = {link.name for link in chain.links if replaces_all(chain, link)}
-    document = {
-        "bucket": chain.url,
-        "tip": chain.tip,
-        "links": [
-            _document(link) | {"replaces_all": link.name in replaced} for link in chain.links
-        ],
-        "problems": [problem.facts() for problem in chain.problems],
-        "leftovers": {"count": len(left.cleaned), "bytes": left.bytes},
-        "bytes_read": chain.bytes_read,
-        "requests": chain.requests,
-    }
+    document = facts_of(
+        chain,
+        *("bucket", "tip", "links", "problems", "leftovers", "bytes_read", "requests"),
+        bucket=chain.url,
+        links=[facts_of(link, *_LINK, replaces_all=link.name in replaced) for link in chain.links],
+        problems=[problem.facts() for problem in chain.problems],
+        leftovers={"count": len(left.cleaned), "bytes": left.bytes},
+    )
     screen.result(document, lambda: _lines(chain, replaced))
     if left.cleaned:
         found = f"{text.plural(len(left.cleaned), 'left-over')}, {text.size(left.bytes)}"
@@ -84,21 +88,6 @@ def log(
         for problem in chain.problems:
             screen.fault(problem)
         raise typer.Exit(UNSOUND)
-
-
-def _document(link: Link) -> dict[str, Any]:
-    return {
-        "step": link.step,
-        "kind": link.kind,
-        "bytes": link.bytes,
-        "changed_elements": link.changed_elements,
-        "sparsity": link.sparsity,
-        "base_state": link.base_state,
-        "result_state": link.result_state,
-        "encoding": link.encoding,
-        "dialect": link.dialect,
-        "name": link.name,
-    }
 
 
 def _lines(chain: Chain, replaced: Collection[str]) -> Iterable[str]:

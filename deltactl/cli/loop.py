@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +14,9 @@ from deltactl.cli.interface import text
 from deltactl.cli.interface.exits import UNSOUND
 from deltactl.cli.interface.output import Output
 from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
-    from deltactl.demo.loop.equality import Equality
     from deltactl.demo.loop.run import Report, StepRow
 
 LOOP_STEPS = 40
@@ -160,26 +160,14 @@ class _Table:
 
 
 def _document(report: Report, kept: Path | None) -> dict[str, Any]:
-    equality = report.equality
-    return {
-        "ok": report.equal,
-        "bucket": report.bucket,
-        "rows": [asdict(row) for row in report.rows],
-        "first_reward": report.first_reward,
-        "last_reward": report.last_reward,
-        "rises": report.rises,
-        "links": report.links,
-        "applied": report.applied,
-        "rollouts": [{"step": s, "count": n} for s, n in sorted(report.rollouts.items())],
-        "sessions": report.sessions,
-        "equality": None if equality is None else _equality(equality),
-        "directory": None if kept is None else str(kept),
-    }
-
-
-def _equality(found: Equality) -> dict[str, Any]:
-    rest = {field.name: getattr(found, field.name) for field in fields(found)}
-    return rest | {"audit": found.audit.facts()}
+    return facts_of(
+        report,
+        *("ok", "bucket", "rows", "first_reward", "last_reward", "rises", "links", "applied"),
+        *("rollouts", "sessions", "equality"),
+        ok=report.equal,
+        rollouts=[{"step": s, "count": n} for s, n in sorted(report.rollouts.items())],
+        directory=kept,
+    )
 
 
 def _lines(report: Report, plot: Path | None) -> Iterable[str]:

@@ -12,6 +12,7 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.manual import manual
 from deltactl.cli.interface.options import Bucket, Jobs, Json, LimitRate, Quiet, output
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.ops.pull import PullReport
@@ -88,19 +89,7 @@ def pull(
         screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {quote(bucket)}")
     if not report.proven:
         screen.warn("the links name no digest: nothing proves the result")
-    document = {
-        "step": report.step,
-        "state": report.state,
-        "bytes_fetched": report.bytes_fetched,
-        "bytes_resumed": report.bytes_resumed,
-        "links": report.links,
-        "from_step": report.from_step,
-        "written": report.written,
-        "proven": report.proven,
-        "newer": report.newer,
-        "dest": str(dest),
-    }
-    screen.result(document, lambda: _lines(report, dest))
+    screen.result(facts_of(report, dest=dest), lambda: _lines(report, dest))
 
 
 def _lines(report: PullReport, dest: Path) -> Iterable[str]:

@@ -24,6 +24,7 @@ from deltactl.cli.interface.options import (
     delta_file,
     output,
 )
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.ops.push import PushReport
@@ -143,21 +144,8 @@ def push(
         screen.warn(f"not as in the newest anchor, and only the next one carries it: {names}")
     for note in report.notes:
         screen.warn(note)
-    document = {
-        "step": report.step,
-        "kind": report.kind,
-        "bytes": report.bytes,
-        "state": report.state,
-        "written": report.written and not report.dry_run,
-        "changed_elements": report.changed_elements,
-        "total_elements": report.total_elements,
-        "encoding": report.encoding,
-        "advice": advice_document(report.advice),
-        "dry_run": report.dry_run,
-        "files": report.files,
-        "left_behind": report.left_behind,
-        "notes": report.notes,
-    }
+    written = report.written and not report.dry_run
+    document = facts_of(report, written=written, advice=advice_document(report.advice))
     screen.result(document, lambda: _lines(report, asked=step is not None))
 
 

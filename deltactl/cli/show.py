@@ -22,6 +22,7 @@ from deltactl.cli.interface.options import (
     output,
 )
 from deltactl.core.errors import UsageError
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.format.anchor import AnchorHeader
@@ -95,23 +96,18 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
 
 
 def _of_delta(header: DeltaHeader, file: str, size: int, step: int | None) -> dict[str, Any]:
-    return {
-        "kind": "delta",
-        "step": step,
-        "base_step": header.base_step,
-        "file": file,
-        "bytes": size,
-        "dialect": header.dialect,
-        "encoding": header.encoding,
-        "base_state": header.base_state,
-        "result_state": header.result_state,
-        "payload_digest": header.payload_digest,
-        "changed_elements": header.changed_elements,
-        "total_elements": header.total_elements,
-        "metadata": _rest(header.metadata),
-        "files": [{"name": file.name, "bytes": file.nbytes} for file in header.files],
-        "tensors": [record_document(record) for record in header.records.values()],
-    }
+    return facts_of(
+        header,
+        *("kind", "step", "base_step", "file", "bytes", "dialect", "encoding", "base_state"),
+        *("result_state", "payload_digest", "changed_elements", "total_elements"),
+        kind="delta",
+        step=step,
+        file=file,
+        bytes=size,
+        metadata=_rest(header.metadata),
+        files=[{"name": file.name, "bytes": file.nbytes} for file in header.files],
+        tensors=[record_document(record) for record in header.records.values()],
+    )
 
 
 def _of_anchor(header: AnchorHeader, file: str, size: int, step: int) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def stats(
     with screen.progress() as progress:
         found = _measure(targets, progress)
     rates = [rate * _MEGABIT for rate in bandwidth] if bandwidth else None
-    document = found.as_dict(rates) if rates else found.as_dict()
+    document = found.facts(rates) if rates else found.facts()
     screen.result(document, lambda: _lines(document))
     problems = document["chain"]["problems"] if document["chain"] else []
     for problem in problems:

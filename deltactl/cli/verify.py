@@ -26,6 +26,7 @@ from deltactl.cli.interface.options import (
 from deltactl.cli.interface.output import Output
 from deltactl.cli.interface.servers import exit_of, row_of, say_interrupted, warn_of_newer
 from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
     from deltactl.ops.verify import VerifyReport
@@ -147,17 +148,8 @@ def verify(
                 against=against,
                 progress=progress,
             )
-    document = {
-        "ok": report.ok,
-        "level": report.level,
-        "links": report.links,
-        "steps": report.steps,
-        "errors": report.errors,
-        "unproven": report.unproven,
-        "replaced": report.replaced,
-        "bytes_read": report.bytes_read,
-        "requests": report.requests,
-    }
+    own = ("ok", "level", "links", "steps", "errors", "unproven", "replaced")
+    document = facts_of(report, *own, "bytes_read", "requests")
     screen.result(document, lambda: _lines(report))
     for fault in report.errors:
         screen.fault(_as_error(fault))

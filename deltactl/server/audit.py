@@ -12,6 +12,7 @@ from deltactl.chain.chain import Chain
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
+from deltactl.core.facts import facts_of
 from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
 from deltactl.server.http.routes import Server
 from deltactl.server.model import specs_at
@@ -52,22 +53,9 @@ class Audited:
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready: one row of ``replicas``."""
-        error = None
-        if self.error is not None:
-            error = {**self.error.facts(), "hint": self.error.hint}
-        return {
-            "url": self.url,
-            "ok": self.error is None,
-            "step": self.step,
-            "state": self.state,
-            "paused": self.paused,
-            "tensors": self.tensors,
-            "checked": self.checked,
-            "differing": list(self.differing),
-            "unaudited": list(self.unaudited),
-            "notes": self.notes,
-            "error": error,
-        }
+        return facts_of(
+            self, ok=self.error is None, tensors=self.tensors, unaudited=list(self.unaudited)
+        )
 
 
 @dataclass(frozen=True, slots=True)

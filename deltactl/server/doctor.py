@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import urlsplit
 
 from deltactl import __version__
@@ -43,10 +43,6 @@ class Finding:
     check: str
     what: str
     hint: str | None = None
-
-    def facts(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {"level": self.level, "check": self.check, "what": self.what, "hint": self.hint}
 
 
 def examine(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from deltactl.core.errors import DeltactlError
+from deltactl.core.facts import facts_of
 
 
 @dataclass(slots=True)
@@ -41,23 +42,4 @@ class Replica:
 
     def facts(self) -> dict[str, Any]:
         """JSON-ready: one row of ``replicas``."""
-        error = None
-        if self.error is not None:
-            error = {**self.error.facts(), "hint": self.error.hint}
-        return {
-            "url": self.url,
-            "ok": self.error is None,
-            "step_before": self.step_before,
-            "step_after": self.step_after,
-            "state": self.state,
-            "how": self.how,
-            "deltas": self.deltas,
-            "seconds_staging": self.seconds_staging,
-            "seconds_paused": self.seconds_paused,
-            "elements": self.elements,
-            "bytes_fetched": self.bytes_fetched,
-            "reloaded": list(self.reloaded),
-            "paused": self.paused,
-            "notes": self.notes,
-            "error": error,
-        }
+        return facts_of(self, ok=self.error is None)

@@ -19,7 +19,7 @@ def test_a_step_changes_one_in_a_hundred_mostly_by_one(tmp_path: Path) -> None:
     """As reference checkpoints of real AdamW do: 1.1 % at lr 1e-6, nine of ten by one unit."""
     a, b = write_steps(tmp_path, 1 << 22, 2)
     with open_checkpoint(a) as base, open_checkpoint(b) as result:
-        found = stats_pair(base, result).as_dict()
+        found = stats_pair(base, result).facts()
     assert found["total_elements"] == 1 << 22
     assert 0.009 < 1 - found["sparsity"] < 0.013
     assert 0.87 < found["ulp_steps"]["one_share"] < 0.93

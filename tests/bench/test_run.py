@@ -53,7 +53,7 @@ def test_ones_own_pair(pair: tuple[Path, Path], tmp_path: Path) -> None:
     scratch.mkdir()
     seen: list[tuple[str, int, int]] = []
     found = bench(*pair, rounds=1, scratch=scratch, progress=lambda *args: seen.append(args))
-    document = found.as_dict()
+    document = found.facts()
     assert list(scratch.iterdir()) == []
     check_ratios(document)
     assert document["checkpoint"]["learning_rate"] is None
@@ -75,7 +75,7 @@ def test_ones_own_pair(pair: tuple[Path, Path], tmp_path: Path) -> None:
 def test_made_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catch_up, "LINKS", (1, 3))
     monkeypatch.setattr(catch_up, "PARAMS", 1 << 16)
-    document = bench(params=1 << 18, rounds=1, scratch=tmp_path).as_dict()
+    document = bench(params=1 << 18, rounds=1, scratch=tmp_path).facts()
     assert list(tmp_path.iterdir()) == []
     check_ratios(document)
     assert document["checkpoint"]["elements"] == 1 << 18
@@ -97,7 +97,7 @@ def test_peers_that_are_not_installed_leave_the_rest(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "cp").symlink_to(binary)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    document = bench(*pair, rounds=1, scratch=tmp_path).as_dict()
+    document = bench(*pair, rounds=1, scratch=tmp_path).facts()
     problems = {row["name"]: row["problem"] for row in document["peers"]}
     assert problems["zstd -3 --patch-from"] == problems["xdelta3 -3"] == NOT_INSTALLED
     assert problems["zstd -3 of B alone"] is None
@@ -107,13 +107,13 @@ def test_where_memory_is_short_nothing_is_held_in_it(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "available_memory", lambda: 1)
-    document = bench(*pair, rounds=1, scratch=tmp_path).as_dict()
+    document = bench(*pair, rounds=1, scratch=tmp_path).facts()
     assert all(row["apply"] is None for row in document["encodings"])
     assert document["peers"][0]["sample_bytes"] is not None
 
 
 def test_identical_checkpoints(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    document = bench(pair[0], pair[0], rounds=1, scratch=tmp_path).as_dict()
+    document = bench(pair[0], pair[0], rounds=1, scratch=tmp_path).facts()
     assert document["checkpoint"]["sparsity"] == 1
     assert all(row["bytes_per_changed_element"] is None for row in document["encodings"])
     assert document["catch_up"][0]["seconds_per_changed_element"] is None

@@ -50,7 +50,7 @@ def main() -> int:
         rounds=options.rounds,
         scratch=options.scratch,
     )
-    document = found.as_dict()
+    document = found.facts()
     of_kinds = kinds(options.kind_params, options.scratch) if options.kind_params else []
     rows = [*speed_rows(document), *size_rows(document), *kind_rows(of_kinds)]
     if options.memory_gb:

@@ -548,7 +548,7 @@ def test_stats_of_a_delta_are_those_of_its_pair(tmp_path: Path, chain: list[Tens
         of_pair = stats_pair(before, after)
     assert stats.steps is not None
     assert of_pair.steps is not None
-    assert stats.steps.as_dict()["bins"] == of_pair.steps.as_dict()["bins"]
+    assert stats.steps.facts()["bins"] == of_pair.steps.facts()["bins"]
     assert stats.changed_elements == of_pair.changed_elements
     assert stats.sizes["raw"] == of_pair.sizes["raw"]
     assert stats.sizes["ulp_ctx"] == open_delta(path).payload_bytes

@@ -65,7 +65,7 @@ def make_delta(tmp_path: Path, encoding: str) -> tuple[Path, DiffReport]:
 
 
 def row(stats: Stats, name: str) -> dict[str, Any]:
-    return {tensor.name: tensor.as_dict() for tensor in stats.tensors}[name]
+    return {tensor.name: tensor.facts() for tensor in stats.tensors}[name]
 
 
 # What is known beforehand
@@ -81,7 +81,7 @@ def test_steps_flips_and_exponents(tmp_path: Path) -> None:
     stats = pair(tmp_path, {"w": before}, {"w": after})
     assert stats.steps is not None
     assert stats.exponents is not None
-    found = stats.steps.as_dict()
+    found = stats.steps.facts()
     across = 2 * 0x3F00 + 1  # from 0.5 to -0.5, over both zeros
     bins = {(b["min"], b["max"]): (b["up"], b["down"]) for b in found["bins"]}
     assert 16385 <= across <= 32768
@@ -95,7 +95,7 @@ def test_steps_flips_and_exponents(tmp_path: Path) -> None:
     assert (found["counted"], found["sign_flips"]) == (9, 4)
     assert found["one_share"] == 4 / 9
     assert [
-        (e["exponent"], e["power"], e["elements"], e["changed"]) for e in stats.exponents.as_dicts()
+        (e["exponent"], e["power"], e["elements"], e["changed"]) for e in stats.exponents.facts()
     ] == [(0, -126, 3, 3), (126, -1, 3, 3), (127, 0, 4, 3)]
 
 
@@ -132,7 +132,7 @@ def test_identical_and_empty(tmp_path: Path) -> None:
     assert (stats.changed_elements, stats.sparsity) == (0, 1.0)
     assert {tensor.status for tensor in stats.tensors} == {"unchanged"}
     assert {stats.sizes[name] for name in ENCODINGS} == {0}
-    document = stats.as_dict()
+    document = stats.facts()
     assert document["ulp_steps"] == {
         "counted": 0,
         "one_share": None,
@@ -147,7 +147,7 @@ def test_integers_have_no_steps_and_no_exponents(tmp_path: Path) -> None:
     a = {"i": random_tensor("I32", (50,), 1), "e": random_tensor("F8_E8M0", (9,), 2)}
     stats = pair(tmp_path, a, {**a, "i": random_tensor("I32", (50,), 3)})
     assert stats.changed_elements == 50
-    document = stats.as_dict()
+    document = stats.facts()
     assert document["ulp_steps"]["counted"] == 0
     assert document["exponents"] == []
 
@@ -222,7 +222,7 @@ def test_steps_of_a_delta_are_those_of_its_pair(tmp_path: Path, encoding: str) -
     stats = stats_delta(open_delta(out))
     assert of_pair.steps is not None
     assert stats.steps is not None
-    assert stats.steps.as_dict() == {**of_pair.steps.as_dict(), "sign_flips": None}
+    assert stats.steps.facts() == {**of_pair.steps.facts(), "sign_flips": None}
     assert stats.steps.counted == 16 + 5
 
 
@@ -259,7 +259,7 @@ def test_a_bucket_adds_up(tmp_path: Path) -> None:
     bucket = make_chain(tmp_path, steps, anchor_every=3)
     stats = stats_bucket(bucket)
     each = [pair(tmp_path, a, b) for a, b in pairwise(steps)]
-    document = stats.as_dict()
+    document = stats.facts()
     chain = document["chain"]
     assert [(link["step"], link["kind"]) for link in chain["links"]] == [
         (1, "anchor"),
@@ -341,7 +341,7 @@ def test_step_counts_by_the_definition(width: int, data: st.DataObject) -> None:
     other.add(np.array(steps[half:], f"<i{width}"))
     counts.merge(other)
     expected = Counter(((abs(step) - 1).bit_length(), step > 0) for step in steps if step)
-    found = counts.as_dict()
+    found = counts.facts()
     assert found["counted"] == sum(expected.values())
     for row in found["bins"]:
         n = (row["max"] - 1).bit_length()
@@ -366,7 +366,7 @@ def test_exponents_by_the_definition(dtype: str) -> None:
     counts.add(bits, bits[:100], dtype)
     elements = Counter((int(value) >> mantissa) % (1 << width) for value in bits)
     changed = Counter((int(value) >> mantissa) % (1 << width) for value in bits[:100])
-    found = counts.as_dicts()
+    found = counts.facts()
     assert {row["exponent"]: row["elements"] for row in found} == elements
     assert {row["exponent"]: row["changed"] for row in found if row["changed"]} == changed
     assert all(row["rate"] == row["changed"] / row["elements"] for row in found)
@@ -432,7 +432,7 @@ def test_ship_seconds() -> None:
 
 def test_ship_has_a_time_for_each_size(tmp_path: Path) -> None:
     stats = pair(tmp_path, *CASES["few"])
-    (shipped,) = stats.as_dict([1e6])["ship"]
+    (shipped,) = stats.facts([1e6])["ship"]
     assert shipped["bits_per_second"] == 1e6
     assert shipped["seconds"] == {
         name: size * 8 / 1e6 for name, size in stats.sizes.items() if size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deltactl.cli.interface import text
+from deltactl.core.facts import as_json
 
 if TYPE_CHECKING:
     from deltactl.ops.advice import Advice
@@ -18,11 +19,7 @@ KEY = (
 
 def advice_document(advice: Advice | None) -> list[dict[str, Any]] | None:
     """The value of the key ``advice``."""
-    if advice is None:
-        return None
-    return [
-        {"encoding": e.encoding, "seconds": e.seconds, "bytes": e.bytes} for e in advice.estimates
-    ]
+    return None if advice is None else as_json(list(advice.estimates))
 
 
 def advice_lines(advice: Advice | None) -> list[str]:

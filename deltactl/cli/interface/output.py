@@ -19,6 +19,7 @@ import typer
 
 from deltactl.cli.interface.text import printable
 from deltactl.core.errors import DeltactlError
+from deltactl.core.facts import as_json
 from deltactl.core.progress import Progress, silent
 
 Mode = Literal["human", "json", "quiet"]
@@ -70,8 +71,7 @@ class Output:
     def failure(self, error: DeltactlError, code: int) -> None:
         """Say why the command ends: on stderr, and as its one JSON object with ``--json``."""
         if self.mode == "json" and not self._answered:
-            facts = {**error.facts(), "hint": error.hint, "exit_code": code}
-            self.result({"error": facts}, list)
+            self.result({"error": {**as_json(error), "exit_code": code}}, list)
         self.fault(error, hint=True)
 
     @contextmanager

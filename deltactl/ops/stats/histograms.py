@@ -50,7 +50,7 @@ class StepCounts:
         """All steps."""
         return int(self._counts.sum())
 
-    def as_dict(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """``counted``, ``one_share``, ``sign_flips``, and the ``bins`` that hold any: min, max, up,
         down."""
         counted, used = self.counted, np.flatnonzero(self._counts.any(axis=0)).tolist()
@@ -96,7 +96,7 @@ class ExponentCounts:
         for dtype, counts in other._counts.items():
             self._of(dtype)[:] += counts
 
-    def as_dicts(self) -> list[dict[str, Any]]:
+    def facts(self) -> list[dict[str, Any]]:
         """A row for each exponent that is there: dtype, exponent (biased), power (of two, of the
         smallest normal number for subnormal ones), elements, changed, rate."""
         rows = []

@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, Literal
 
 from deltactl.core.errors import UsageError
+from deltactl.core.facts import as_json, facts_of
 from deltactl.ops.stats.histograms import ExponentCounts, StepCounts
 from deltactl.ops.stats.names import layer_of, module_of, natural
 
@@ -57,18 +58,10 @@ class TensorStats:
     def sparsity(self) -> float | None:
         return share_kept(self.changed, self.seen)
 
-    def as_dict(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """JSON-ready values."""
-        return {
-            "name": self.name,
-            "status": self.status,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "elements": self.elements,
-            "changed": self.changed,
-            "sparsity": self.sparsity,
-            "changed_steps": self.changed_steps,
-        }
+        names = ("name", "status", "dtype", "shape", "elements", "changed", "sparsity")
+        return facts_of(self, *names, "changed_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +73,6 @@ class GroupStats:
     elements: int | None
     changed: int
     sparsity: float | None
-
-    def as_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
-        return {
-            "name": self.name,
-            "tensors": self.tensors,
-            "elements": self.elements,
-            "changed": self.changed,
-            "sparsity": self.sparsity,
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +86,16 @@ class LinkStats:
     changed: int | None
     sparsity: float | None
 
-    def as_dict(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """JSON-ready values."""
-        return {
-            "step": self.step,
-            "kind": self.kind,
-            "encoding": self.encoding,
-            "bytes": self.nbytes,
-            "changed_elements": self.changed,
-            "sparsity": self.sparsity,
-            "bytes_per_changed_element": self.nbytes / self.changed if self.changed else None,
-        }
+        each = self.nbytes / self.changed if self.changed else None
+        return facts_of(
+            self,
+            *("step", "kind", "encoding", "bytes", "changed_elements", "sparsity"),
+            bytes=self.nbytes,
+            changed_elements=self.changed,
+            bytes_per_changed_element=each,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +105,7 @@ class ChainStats:
     links: tuple[LinkStats, ...]
     problems: tuple[dict[str, Any], ...]
 
-    def as_dict(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """JSON-ready values."""
         known = [link.sparsity for link in self.links if link.sparsity is not None]
         return {
@@ -134,7 +116,7 @@ class ChainStats:
                 "min": min(known, default=None),
                 "max": max(known, default=None),
             },
-            "links": [link.as_dict() for link in self.links],
+            "links": as_json(self.links),
             "problems": list(self.problems),
         }
 
@@ -188,23 +170,15 @@ class Stats:
             for rate in bandwidths
         ]
 
-    def as_dict(self, bandwidths: Sequence[float] = BANDWIDTHS) -> dict[str, Any]:
+    def facts(self, bandwidths: Sequence[float] = BANDWIDTHS) -> dict[str, Any]:
         """The object that ``deltactl stats --json`` prints."""
-        return {
-            "source": self.source,
-            "encoding": self.encoding,
-            "changed_elements": self.changed_elements,
-            "total_elements": self.total_elements,
-            "sparsity": self.sparsity,
-            "sizes": dict(self.sizes),
-            "ship": self.ship(bandwidths),
-            "ulp_steps": None if self.steps is None else self.steps.as_dict(),
-            "exponents": None if self.exponents is None else self.exponents.as_dicts(),
-            "modules": [group.as_dict() for group in self.modules],
-            "layers": [group.as_dict() for group in self.layers],
-            "tensors": [tensor.as_dict() for tensor in self.tensors],
-            "chain": None if self.chain is None else self.chain.as_dict(),
-        }
+        return facts_of(
+            self,
+            *("source", "encoding", "changed_elements", "total_elements", "sparsity", "sizes"),
+            *("ship", "ulp_steps", "exponents", "modules", "layers", "tensors", "chain"),
+            ship=self.ship(bandwidths),
+            ulp_steps=self.steps,
+        )
 
 
 def _grouped(tensors: Iterable[TensorStats], key: Callable[[str], str]) -> tuple[GroupStats, ...]:
