@@ -5,5 +5,5 @@ bytes against what their headers say; ``transfer`` moves them. Imports all rooms
 ``replay``, and no bucket.
 
 Names to call: ``reading.read_chain``, ``chain.Chain``, ``store.Bucket``, ``anchor_policy``,
-``transfer.fetching.fetched``.
+``transfer.fetching.fetched``, ``transfer.put.put_snapshot``.
 """

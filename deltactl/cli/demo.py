@@ -31,6 +31,7 @@ from deltactl.cli.loop import (
     run_loop,
 )
 from deltactl.core.errors import Conflict, DeltactlError, UsageError
+from deltactl.core.facts import facts_of
 from deltactl.core.progress import Progress
 
 if TYPE_CHECKING:
@@ -287,41 +288,24 @@ def _same_bits(a: Any, b: Any) -> bool:
 
 
 def _document(account: _Account) -> dict[str, Any]:
-    last = account.steps[-1]
-    return {
-        "ok": account.ok,
-        "steps": [
-            {
-                "step": row.push.step,
-                "kind": row.push.kind,
-                "bytes": row.push.bytes,
-                "changed_elements": row.push.changed_elements,
-                "sparsity": row.sparsity,
-                "times_smaller": row.times_smaller,
-                "state": row.push.state,
-                "loss": row.loss,
-            }
-            for row in account.steps
-        ],
-        "total_elements": last.push.total_elements,
-        "checkpoint_bytes": last.checkpoint_bytes,
-        "verify": {
-            "ok": account.verify.ok,
-            "level": account.verify.level,
-            "links": account.verify.links,
-            "errors": account.verify.errors,
-        },
-        "pull": {
-            "step": account.pull.step,
-            "state": account.pull.state,
-            "bytes_fetched": account.pull.bytes_fetched,
-        },
-        "equal": account.equal,
-        "trainer_state": account.trainer_state,
-        "differing": list(account.differing),
-        "directory": None if account.where is None else str(account.where),
-        "bucket": None if account.where is None else str(account.where / "bucket"),
-    }
+    last, where = account.steps[-1], account.where
+    return facts_of(
+        account,
+        *("ok", "steps", "total_elements", "checkpoint_bytes", "verify", "pull", "equal"),
+        *("trainer_state", "differing"),
+        steps=[_step(published) for published in account.steps],
+        total_elements=last.push.total_elements,
+        checkpoint_bytes=last.checkpoint_bytes,
+        verify=facts_of(account.verify, "ok", "level", "links", "errors"),
+        pull=facts_of(account.pull, "step", "state", "bytes_fetched"),
+        directory=where,
+        bucket=None if where is None else where / "bucket",
+    )
+
+
+def _step(published: _Published) -> dict[str, Any]:
+    of_push = facts_of(published.push, "step", "kind", "bytes", "changed_elements", "state")
+    return of_push | facts_of(published, "sparsity", "times_smaller", "loss")
 
 
 def _lines(account: _Account) -> Iterable[str]:

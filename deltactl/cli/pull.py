@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +11,7 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.manual import manual
 from deltactl.cli.interface.options import Bucket, Jobs, Json, LimitRate, Quiet, output
+from deltactl.cli.interface.servers import warn_of_newer
 from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
@@ -84,9 +84,7 @@ def pull(
             force=force,
             progress=progress,
         )
-    if report.newer:
-        steps = ", ".join(map(str, report.newer))
-        screen.warn(f"newer steps cannot be rebuilt: {steps}; see deltactl verify {quote(bucket)}")
+    warn_of_newer(screen, report.newer, bucket)
     if not report.proven:
         screen.warn("the links name no digest: nothing proves the result")
     screen.result(facts_of(report, dest=dest), lambda: _lines(report, dest))

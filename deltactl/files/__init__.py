@@ -6,5 +6,5 @@ safetensors container is here as a container; what its metadata means is the bus
 ``format``. Imports ``core``.
 
 Names to call: ``atomic.write_file`` and what stands beside it, ``mapped``, ``untrusted``,
-``safetensors.read_header``, ``parallel.map_largest_first``, ``cache``.
+``safetensors.read_header``, ``parallel.map_largest_first``, ``names``, ``cache``.
 """
