@@ -222,6 +222,10 @@ class Chain:
         whole = Way(anchor, tuple(deltas))
         return near if near is not None and near.nbytes < whole.nbytes else whole
 
+    def start_for(self, step: int) -> Link | None:
+        """The newest anchor at or below a step that can be rebuilt from."""
+        return self.starts.get(max((s for s in self.starts if s <= step), default=-1))
+
     def path(self, step: int) -> tuple[Link, list[Link]]:
         """The newest anchor that leads to a step, and the deltas to apply to it in order.
 

@@ -101,7 +101,7 @@ def _from(chain: Chain, step: int | None) -> Chain:
     if step is None:
         links = [link for link in chain.links if not is_left_over(chain, link)]
         return Chain(links, chain.problems, url=chain.url)
-    start = max((s for s in chain.starts if s <= step), default=None)
+    start = chain.start_for(step)
     if start is None:
         raise NotFound(
             "the chain has no anchor at this step or below it",
@@ -110,8 +110,8 @@ def _from(chain: Chain, step: int | None) -> Chain:
             found=f"anchors at {', '.join(map(str, chain.starts)) or 'no step'}",
             hint=f"deltactl log {quote(chain.url)}",
         )
-    links = [link for link in chain.links if link.step > start or link is chain.starts[start]]
-    problems = [p for p in chain.problems if p.step is not None and p.step > start]
+    links = [link for link in chain.links if link.step > start.step or link is start]
+    problems = [p for p in chain.problems if p.step is not None and p.step > start.step]
     return Chain(links, problems, url=chain.url)
 
 

@@ -298,14 +298,8 @@ def _aux_of(anchor: Link, place: Path) -> dict[str, Path]:
     return {file.name: place / file.name for file in aux_files(anchor)}
 
 
-def _newest_anchor(chain: Chain, step: int) -> Link | None:
-    """Whose files lie beside a step's weights."""
-    newest = max((s for s in chain.starts if s <= step), default=None)
-    return None if newest is None else chain.starts[newest]
-
-
 def _beside(chain: Chain, step: int) -> tuple[AnchorFile, ...]:
-    anchor = _newest_anchor(chain, step)
+    anchor = chain.start_for(step)
     return () if anchor is None else aux_files(anchor)
 
 
@@ -335,7 +329,7 @@ def _mend(
 def _missing_aux(bucket: Bucket, chain: Chain, dest: Path, step: int) -> Iterator[dict[str, Path]]:
     """The files of the newest anchor up to ``step`` that ``dest`` lacks or has otherwise, fetched
     and checked. Deltas do not carry them, and a directory without its config cannot be served."""
-    anchor = _newest_anchor(chain, step)
+    anchor = chain.start_for(step)
     files = _beside(chain, step)
     files = tuple(file for file in files if not has_file(dest / file.name, file))
     if anchor is None or not files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -93,15 +94,12 @@ def plan_for(goal: Goal, url: str, timeout: float) -> Replica:
 def _to_goal(url: str, job: Job, together: Together, met: Met) -> Replica:
     report = Replica(url)
     try:
-        server = Server(url, job.options.timeout)
-        try:
+        with closing(Server(url, job.options.timeout)) as server:
             engine = ready_for(server, job.goal)
             met.meet(engine.server, url)
             report.notes += draft_notes(engine.draft)
             drive = Drive(server, job, report, together.of(url))
             drive.plan() if job.options.dry_run else drive.run()
-        finally:
-            server.close()
     except Exception as error:
         report.error = as_error(error)
         again = f"deltactl apply {quote(job.goal.target)} --server {url}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from shlex import quote
 from typing import Any
@@ -13,7 +14,7 @@ from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, Unproven
 from deltactl.core.facts import facts_of
-from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
+from deltactl.server.fleet import Met, noting, side_by_side, urls_of
 from deltactl.server.http.routes import Server
 from deltactl.server.model import specs_at
 from deltactl.server.preflight import (
@@ -89,14 +90,8 @@ def audit_servers(
 
     def one(url: str) -> Audited:
         report = Audited(url)
-        try:
-            server = Server(url, timeout)
-            try:
-                _audit(server, chain, step, report, stop, met)
-            finally:
-                server.close()
-        except Exception as error:
-            report.error = as_error(error)
+        with noting(report), closing(Server(url, timeout)) as server:
+            _audit(server, chain, step, report, stop, met)
         return report
 
     newer = () if step is not None else chain.newer(chain.tip)

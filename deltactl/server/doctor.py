@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -51,11 +52,8 @@ def examine(
     """Look at one server and change nothing. Ends at what keeps from looking further. ``goal``: a
     step that it is to load; then the server finds out which one it serves. ``met``: the servers
     that are looked at together."""
-    server = Server(url, timeout)
-    try:
+    with closing(Server(url, timeout)) as server:
         return list(_findings(server, goal, Met() if met is None else met))
-    finally:
-        server.close()
 
 
 def _findings(server: Server, goal: Goal | None, met: Met) -> Iterator[Finding]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.core.progress import Progress
@@ -14,6 +15,12 @@ from deltactl.core.threads import start
 from deltactl.server.http.wire import server_url
 
 T = TypeVar("T")
+
+
+class HasError(Protocol):
+    """A report on one server; ``error``: what went wrong, if anything."""
+
+    error: DeltactlError | None
 
 
 def urls_of(words: Sequence[str]) -> list[str]:
@@ -87,6 +94,15 @@ class Together:
                 self._progress(self._what, *sums)
 
         return tell
+
+
+@contextmanager
+def noting(report: HasError) -> Iterator[None]:
+    """Whatever the block raises is the report's error, and goes no further."""
+    try:
+        yield
+    except Exception as error:
+        report.error = as_error(error)
 
 
 def as_error(error: Exception) -> DeltactlError:

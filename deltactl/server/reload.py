@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from math import isfinite
 from pathlib import Path
 from shlex import quote
@@ -28,7 +29,7 @@ from deltactl.core.errors import DeltactlError, Malformed, Transient, UsageError
 from deltactl.core.progress import Progress, silent
 from deltactl.ops.pull import PullReport, check_apart, materialize
 from deltactl.server.apply import Applied
-from deltactl.server.fleet import Met, as_error, side_by_side, urls_of
+from deltactl.server.fleet import Met, noting, side_by_side, urls_of
 from deltactl.server.goal import check_forward
 from deltactl.server.http.routes import Server
 from deltactl.server.http.wire import Dead, Refused
@@ -78,14 +79,8 @@ def reload_servers(
 
         def one(url: str) -> Replica:
             report = reports[url]
-            try:
-                server = Server(url, options.timeout)
-                try:
-                    act(_Reload(server, report, options, target))
-                finally:
-                    server.close()
-            except Exception as error:
-                report.error = as_error(error)
+            with noting(report), closing(Server(url, options.timeout)) as server:
+                act(_Reload(server, report, options, target))
             return report
 
         left = [url for url in urls if reports[url].error is None]

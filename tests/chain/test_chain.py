@@ -67,6 +67,8 @@ def test_the_way_to_each_step_starts_at_the_newest_anchor(bucket: LocalBucket) -
     assert ways == ["(1)", "(1) 2", "(3)", "(3) 4", "(3) 4 5", "(6)"]
     assert [link.step for link in chain.path_from(2, 5)] == [3, 4, 5]
     assert chain.path_from(5, 5) == []
+    starts = [chain.start_for(step) for step in range(8)]
+    assert [start and start.step for start in starts] == [None, 1, 1, 3, 3, 3, 6, 6]
 
 
 def test_the_way_from_a_held_step_is_the_one_of_the_fewest_bytes(bucket: LocalBucket) -> None:
