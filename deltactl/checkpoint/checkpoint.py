@@ -18,6 +18,7 @@ import numpy.typing as npt
 from deltactl.checkpoint.foreign import check_container, check_torch_name, check_zip
 from deltactl.checkpoint.hf_directory import TORCH_SUFFIXES, Weights, aux_files, find_weights
 from deltactl.checkpoint.torch_file import read_torch
+from deltactl.codec.bits import Bits, elements
 from deltactl.core.dtypes import element_bytes
 from deltactl.core.errors import DeltactlError, Malformed, NotFound
 from deltactl.files.mapped import check_mapped, hold, let_go
@@ -28,7 +29,8 @@ from deltactl.files.untrusted import open_regular, os_errors
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor: ``data`` is 1-D, read-only, mapped, little-endian, and need not be aligned.
+    """One tensor: ``data`` is 1-D, little-endian, and need not be aligned; a checkpoint's on disk
+    is mapped, and read-only.
 
     ``dtype`` is a safetensors code such as "BF16"; ``shape`` is in elements of that dtype.
     """
@@ -41,6 +43,11 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+    @property
+    def bits(self) -> Bits:
+        """Its elements, a view, shape (n,)."""
+        return elements(self.data, self.dtype)
 
     @property
     def elements(self) -> int:

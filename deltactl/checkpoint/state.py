@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
-from deltactl.codec.bits import Bytes
 from deltactl.core.digest import TensorState, digest_of, state_digest
 from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.parallel import hash_threads, map_largest_first
 from deltactl.files.untrusted import os_errors
 
 
-class TensorBytes(Protocol):
-    """A tensor whose bytes are at hand."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def data(self) -> Bytes: ...
-
-
 def tensor_state(
-    tensor: TensorBytes, threads: int = 1, told: Callable[[int], object] | None = None
+    tensor: Tensor, threads: int = 1, told: Callable[[int], object] | None = None
 ) -> TensorState:
     """The state of one tensor; reads every byte, and ``told`` how many."""
     digest = digest_of(tensor.data, threads, told)

@@ -18,7 +18,7 @@ from deltactl.checkpoint.hf_directory import TORCH_SUFFIXES
 from deltactl.checkpoint.state import state_of
 from deltactl.codec import encoding_named
 from deltactl.codec.base import BLOCK, Decoder
-from deltactl.codec.bits import Bits, Bytes, elements, touch_sum
+from deltactl.codec.bits import Bits, Bytes, touch_sum
 from deltactl.codec.room import room_for
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
 from deltactl.core.progress import Progress, silent
@@ -232,7 +232,7 @@ def _sides_by_sums(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
     tensor = base.tensors.get(record.name)
     if tensor is None or (tensor.dtype, tensor.shape) != (record.dtype, record.shape):
         return set()
-    bits = elements(tensor.data, tensor.dtype)
+    bits = tensor.bits
     decoder = delta.decoder(record.name, tensor.dtype, bits.size)
     try:
         total = _touch_sum(bits, decoder)

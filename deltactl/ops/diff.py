@@ -14,7 +14,7 @@ from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.checkpoint.state import tensor_state
 from deltactl.codec import DEFAULT, encoding_named
 from deltactl.codec.base import BLOCK, EncodedBlock, Encoding, Part
-from deltactl.codec.bits import Changes, changes_between, elements
+from deltactl.codec.bits import Changes, changes_between
 from deltactl.core.digest import TensorState, hasher, state_digest
 from deltactl.core.dtypes import DTYPES
 from deltactl.core.errors import UsageError
@@ -156,7 +156,7 @@ def _compare(
     new = None if after is None else tensor_state(after, threads, meter.add)
     if after is None:
         return Compared(old, new, *carry(old, new, None, None, codec, spool))
-    odd = odd_whole(after.name, after.dtype, elements(after.data, after.dtype))
+    odd = odd_whole(after)
     return Compared(old, new, *carry(old, new, after.data, None, codec, spool), odd)
 
 
@@ -179,8 +179,8 @@ class _Comparison:
         self._before, self._after = before, after
         self._codec, self._spool, self._meter = codec, spool, meter
         self._old_hash, self._new_hash = hasher(threads), hasher(threads)
-        self._old = elements(before.data, before.dtype)
-        self._new = elements(after.data, after.dtype)
+        self._old = before.bits
+        self._new = after.bits
         self._dtype = before.dtype
         self._blocks: list[EncodedBlock] = []
         self._old_sum = self._new_sum = 0

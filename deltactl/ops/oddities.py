@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
-from deltactl.codec.bits import Bits, elements
+from deltactl.codec.bits import Bits
 from deltactl.core.digest import TensorState
 from deltactl.core.dtypes import FLOATS
 from deltactl.core.errors import listed
@@ -83,21 +83,17 @@ class Changed:
         return Odd(self._name, self._not_finite, zeroed) if self._not_finite or zeroed else None
 
 
-def odd_whole(name: str, dtype: str, bits: Bits) -> Odd | None:
+def odd_whole(tensor: Tensor) -> Odd | None:
     """Of a tensor without one to compare it with."""
-    parts = (bits[at : at + _PIECE] for at in range(0, bits.size, _PIECE))
-    count = sum(count_not_finite(part, dtype) for part in parts)
-    return Odd(name, count) if count else None
+    parts = (tensor.bits[at : at + _PIECE] for at in range(0, tensor.elements, _PIECE))
+    count = sum(count_not_finite(part, tensor.dtype) for part in parts)
+    return Odd(tensor.name, count) if count else None
 
 
 def of_first(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What to say of a checkpoint that is not compared with one before, a sentence each."""
-
-    def look(tensor: Tensor) -> Odd | None:
-        return odd_whole(tensor.name, tensor.dtype, elements(tensor.data, tensor.dtype))
-
     floating = [t for t in checkpoint.tensors.values() if is_floating(t.dtype)]
-    odd = map_largest_first(look, floating, lambda tensor: tensor.nbytes)
+    odd = map_largest_first(odd_whole, floating, lambda tensor: tensor.nbytes)
     return sentences([o for o in odd if o is not None], len(floating), first=True)
 
 

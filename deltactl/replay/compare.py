@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
-from deltactl.codec.bits import elements
 from deltactl.core.errors import DeltactlError, Malformed
 from deltactl.core.progress import Meter, Progress
 from deltactl.files.parallel import map_largest_first
@@ -44,7 +43,7 @@ def _difference(
     if stack is None or tensor is None or found != expected:
         what = "the chain's step and the checkpoint do not have the same tensor"
         return Malformed(what, tensor=name, expected=_describe(expected), found=_describe(found))
-    wanted = elements(tensor.data, tensor.dtype)
+    wanted = tensor.bits
     for offset, chunk in stack.chunks():
         start = offset // chunk.itemsize
         part = wanted[start : start + chunk.size]

@@ -12,7 +12,7 @@ from deltactl.chain.check.delta import content_faults
 from deltactl.chain.check.objects import faults_at
 from deltactl.chain.transfer.fetching import Fetched
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from deltactl.codec.bits import elements, touch_sum_of_all
+from deltactl.codec.bits import touch_sum_of_all
 from deltactl.core.errors import DeltactlError, difference
 from deltactl.format.anchor import INDEX, AnchorHeader
 from deltactl.format.delta import Delta, open_delta
@@ -92,7 +92,7 @@ def _sum_faults(checkpoint: Checkpoint, anchor: Link, header: AnchorHeader) -> l
         tensor = checkpoint.tensors.get(name)
         if tensor is None:
             continue  # and that is said of it
-        found = touch_sum_text(touch_sum_of_all(elements(tensor.data, tensor.dtype)))
+        found = touch_sum_text(touch_sum_of_all(tensor.bits))
         home = _home(checkpoint, name, anchor.name)
         fault = difference(what, touch_sum_text(expected), found, file=home, tensor=name)
         faults += [fault] if fault is not None else []

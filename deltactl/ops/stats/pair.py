@@ -7,7 +7,7 @@ import numpy as np
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
 from deltactl.codec import ENCODINGS
 from deltactl.codec.base import BLOCK, EncodedBlock, Target
-from deltactl.codec.bits import Bits, Positions, changes_between, elements, steps_between
+from deltactl.codec.bits import Bits, Positions, changes_between, steps_between
 from deltactl.core.dtypes import FLOATS
 from deltactl.core.progress import Meter, Progress, silent
 from deltactl.files.atomic import Segment, Spool
@@ -65,8 +65,8 @@ class _Comparison:
 
     def __init__(self, before: Tensor, after: Tensor, meter: Meter) -> None:
         self._tensor, self._meter = after, meter
-        self._old = elements(before.data, before.dtype)
-        self._new = elements(after.data, after.dtype)
+        self._old = before.bits
+        self._new = after.bits
         self._steps, self._exponents, self._gaps = StepCounts(), ExponentCounts(), Gaps()
         self._codecs = {n: codec for n, codec in ENCODINGS.items() if n not in ABSOLUTE}
         self._blocks: dict[str, list[EncodedBlock]] = {name: [] for name in self._codecs}

@@ -18,12 +18,13 @@ import numpy.typing as npt
 import torch
 
 from deltactl.chain.admission import Described
+from deltactl.checkpoint.checkpoint import Tensor
 from deltactl.codec.base import BLOCK
 from deltactl.codec.bits import Bits, Changes, changes_between
 from deltactl.core.threads import cores
 from deltactl.format.header import utf8
 from deltactl.trainer.capture.device import Staging, copier_for
-from deltactl.trainer.capture.mirror import Held, Mirror
+from deltactl.trainer.capture.mirror import Mirror
 from deltactl.trainer.model.tensors import Live, host_chunks
 
 Kind = Literal["sparse", "added", "replaced", "removed"]
@@ -67,7 +68,7 @@ class TensorChange:
     chunks: list[ChunkChange] = field(default_factory=list)
     old_sum: int = 0
     new_sum: int = 0
-    old: Held | None = None
+    old: Tensor | None = None
 
 
 @dataclass(slots=True)

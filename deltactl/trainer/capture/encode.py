@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from deltactl.checkpoint.checkpoint import Tensor
 from deltactl.checkpoint.state import tensor_state
 from deltactl.codec import encoding_named
 from deltactl.codec.base import BLOCK, EncodedBlock, Encoding
@@ -22,7 +23,6 @@ from deltactl.format.header import utf8
 from deltactl.ops.diff import Compared, DeltaWriter, DiffReport, report_of
 from deltactl.ops.oddities import Changed, odd_whole
 from deltactl.trainer.capture.capture import Capture, ChunkChange, TensorChange
-from deltactl.trainer.capture.mirror import Held
 
 States = dict[str, TensorState]
 """A state, tensor by tensor."""
@@ -104,10 +104,10 @@ class _Tensor:
         if self._change.kind == "sparse":
             carried = self._carry(before, after, held.data, self._sparse(held))
             return Compared(before, after, *carried, self._changed.odd(held.bits))
-        odd = odd_whole(held.name, held.dtype, held.bits)
+        odd = odd_whole(held)
         return Compared(before, after, *self._carry(before, after, held.data, None), odd)
 
-    def _sparse(self, held: Held) -> Sparse:
+    def _sparse(self, held: Tensor) -> Sparse:
         blocks = [self._block(held, number, chunks) for number, chunks in self._chunks_by_block()]
         return Sparse(blocks, self._change.old_sum, self._change.new_sum)
 
@@ -116,7 +116,7 @@ class _Tensor:
         for number, group in groupby(chunks, lambda chunk: chunk.start // BLOCK):
             yield number, list(group)
 
-    def _block(self, held: Held, number: int, chunks: Sequence[ChunkChange]) -> EncodedBlock:
+    def _block(self, held: Tensor, number: int, chunks: Sequence[ChunkChange]) -> EncodedBlock:
         start = number * BLOCK
         block = held.bits[start : start + BLOCK]
         found = [chunk.found(held.bits) for chunk in chunks]

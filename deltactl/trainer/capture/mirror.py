@@ -6,14 +6,13 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Shard, Tensor
-from deltactl.codec.bits import Bits, Bytes, elements
+from deltactl.codec.bits import Bytes
 from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import UsageError
 from deltactl.format.header import utf8
@@ -25,21 +24,6 @@ _ALIGN = 64
 _SHARD_BYTES = 5_000_000_000  # of one file of an anchor
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """One tensor of the mirror. ``data``: its bytes, shape (n,), to be written to."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: Bytes
-
-    @property
-    def bits(self) -> Bits:
-        """Its elements, a view."""
-        return elements(self.data, self.dtype)
-
-
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of a tensor."""
 
@@ -49,7 +33,8 @@ class Mirror:
 
     ``kind``: "memory", or "disk" for a nameless file in ``directory``, mapped. Then it takes none
     of the host's memory that the system could not have back at any time; but as changes are spread
-    over all of it, most of the file is written anew at each step.
+    over all of it, most of the file is written anew at each step. The tensors' ``data`` are to be
+    written to.
     """
 
     def __init__(self, kind: str, directory: Path) -> None:
@@ -57,7 +42,7 @@ class Mirror:
             raise UsageError("unknown kind of mirror", expected=f"{MEMORY} or {DISK}", found=kind)
         self._file = tempfile.TemporaryFile(dir=directory) if kind == DISK else None  # noqa: SIM115
         self._directory = directory
-        self.tensors: dict[str, Held] = {}
+        self.tensors: dict[str, Tensor] = {}
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +59,7 @@ class Mirror:
         padded = [size + -size % _ALIGN for size in sizes]
         room, at = self._room(sum(padded)), 0
         for (name, dtype, shape), size, step in zip(specs, sizes, padded, strict=True):
-            self.tensors[name] = Held(name, dtype, shape, room[at : at + size])
+            self.tensors[name] = Tensor(name, dtype, shape, room[at : at + size])
             at += step
 
     def _room(self, size: int) -> Bytes:
@@ -89,22 +74,18 @@ class Mirror:
             os.ftruncate(self._file.fileno(), end)
         return np.frombuffer(mmap.mmap(self._file.fileno(), size, offset=start), np.uint8)
 
-    def put(self, held: Held) -> None:
+    def put(self, held: Tensor) -> None:
         """Put back a tensor that was taken out."""
         self.tensors[held.name] = held
 
-    def take(self, name: str) -> Held:
+    def take(self, name: str) -> Tensor:
         """Take a tensor out."""
         return self.tensors.pop(name)
 
     def checkpoint(self) -> Checkpoint:
         """The mirror as a checkpoint, in files of about 5 GB; valid as long as it is not written
         to."""
-        tensors = {
-            name: Tensor(name, held.dtype, held.shape, held.data)
-            for name, held in self.tensors.items()
-        }
-        return Checkpoint(self._directory, tensors, self._shards(), is_directory=True)
+        return Checkpoint(self._directory, self.tensors, self._shards(), is_directory=True)
 
     def _shards(self) -> tuple[Shard, ...]:
         groups: list[list[str]] = [[]]

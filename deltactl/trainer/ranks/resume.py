@@ -17,7 +17,6 @@ from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.checkpoint.state import tensor_state
-from deltactl.codec.bits import elements
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, NotFound, Transient
 from deltactl.files.parallel import map_largest_first
@@ -154,7 +153,7 @@ def _load(tip: Checkpoint, layout: Layout, parts: Mirror, owned: Mirror) -> Stat
     }
     parts.add((n, known[n].dtype, piece.local_shape) for n, piece in watched.items())
     for name, piece in watched.items():
-        whole = elements(tip.tensors[name].data, known[name].dtype)
+        whole = tip.tensors[name].bits
         parts.tensors[name].bits[:] = piece.take(whole)
     held = list(owned.tensors.values())
     found = map_largest_first(tensor_state, held, lambda item: item.data.size)

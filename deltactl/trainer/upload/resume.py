@@ -13,7 +13,7 @@ from deltactl.chain.model import chain_model
 from deltactl.chain.next_step import NextStep
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
-from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from deltactl.checkpoint.checkpoint import Checkpoint, Tensor, open_checkpoint
 from deltactl.checkpoint.state import tensor_state
 from deltactl.core.digest import state_digest
 from deltactl.core.errors import (
@@ -29,7 +29,7 @@ from deltactl.files.atomic import remove
 from deltactl.files.parallel import map_largest_first
 from deltactl.ops.pull import materialize
 from deltactl.trainer.capture.encode import States
-from deltactl.trainer.capture.mirror import Held, Mirror
+from deltactl.trainer.capture.mirror import Mirror
 from deltactl.trainer.report import log
 
 _STEP = re.compile(r"(?:anchors|deltas)/step_(\d{6,18})[./]")
@@ -130,7 +130,7 @@ def _load(mirror: Mirror, checkpoint: Checkpoint) -> States:
     tensors = checkpoint.tensors
     mirror.add((t.name, t.dtype, t.shape) for t in tensors.values())
 
-    def copy(held: Held) -> None:
+    def copy(held: Tensor) -> None:
         held.data[:] = tensors[held.name].data
 
     held = list(mirror.tensors.values())

@@ -15,7 +15,7 @@ import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint
 from deltactl.codec import encoding_named
-from deltactl.codec.bits import Bits, Positions, elements
+from deltactl.codec.bits import Bits, Positions
 from deltactl.core.errors import Conflict, DeltactlError, Unsupported
 from deltactl.files.parallel import map_largest_first
 from deltactl.format.delta import Delta
@@ -230,7 +230,7 @@ def checked_bits(checkpoint: Checkpoint, spec: TensorSpec, step: int | None) -> 
     """All elements of a tensor. Raises Conflict unless the checkpoint has it as the model does."""
     found = checkpoint.tensors.get(spec.name)
     if found is not None and (found.dtype, found.shape) == (spec.dtype, spec.shape):
-        return elements(found.data, found.dtype)
+        return found.bits
     raise Conflict(
         "the step is of another model than the one that is served",
         file=checkpoint.path,
