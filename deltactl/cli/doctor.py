@@ -73,12 +73,10 @@ def doctor(
     replicas has to be a server of its own.
     """
     screen = output(ctx, json=json, quiet=quiet)
-    if not servers:
-        raise UsageError("no server is named", expected="--server URL")
     from deltactl.server.doctor import examine
     from deltactl.server.fleet import Met, side_by_side, urls_of
 
-    urls, met = urls_of(servers), Met()
+    urls, met = urls_of(servers or ()), Met()
     goal = None if target is None else _goal(target, jobs)
     found, interrupted = side_by_side(
         lambda url: examine(url, timeout, goal, met), urls, threading.Event(), lambda: None

@@ -25,7 +25,7 @@ from deltactl.cli.interface.options import (
 )
 from deltactl.cli.interface.output import Output
 from deltactl.cli.interface.servers import exit_of, row_of, say_interrupted, warn_of_newer
-from deltactl.core.errors import DeltactlError, UsageError
+from deltactl.core.errors import DeltactlError, UsageError, listed
 from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
@@ -215,14 +215,9 @@ def _audits(found: Sequence[Audited]) -> Iterable[str]:
 
 def _unaudited(audited: Audited) -> str:
     """Which tensors could not be looked at, and why; all of them in ``--json``."""
-    shown = [
-        f"{name!r} ({why})" if why else repr(name)
-        for name, why in list(audited.unaudited.items())[:_SHOWN]
-    ]
-    more = len(audited.unaudited) - len(shown)
-    shown += [f"and {more} more"] if more else []
+    names = [f"{n!r} ({why})" if why else repr(n) for n, why in audited.unaudited.items()]
     count = f"{len(audited.unaudited)} of {text.plural(audited.tensors, 'tensor')}"
-    return f"{count} could not be looked at: {', '.join(shown)}"
+    return f"{count} could not be looked at: {listed(names, _SHOWN)}"
 
 
 def _as_error(facts: dict[str, Any]) -> DeltactlError:

@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from deltactl import __version__
-from deltactl.core.errors import DeltactlError
+from deltactl.core.errors import DeltactlError, listed
 from deltactl.server.apply import plan_for
 from deltactl.server.fleet import Met
 from deltactl.server.goal import Goal
@@ -176,9 +176,7 @@ def _map(engine: EngineState) -> Iterator[Finding]:
 
 
 def _listed(names: Mapping[str, str]) -> str:
-    shown = [f"{name} ({why})" for name, why in list(names.items())[:_SHOWN]]
-    more = len(names) - len(shown)
-    return ", ".join(shown) + (f" and {more} more" if more else "")
+    return listed([f"{name} ({why})" for name, why in names.items()], _SHOWN)
 
 
 def _at_rest(engine: EngineState, paused: bool, server: Server) -> Iterator[Finding]:
