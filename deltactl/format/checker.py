@@ -261,16 +261,13 @@ def _tensor_fault(
     rows: Mapping[str, TensorState], entry: Entry, file: object, step: int | None, found: str
 ) -> Malformed | None:
     row = rows.get(entry.name)
-    if row == TensorState(entry.name, entry.dtype, entry.shape, found):
-        return None
-    return Malformed(
-        "the tensor does not have the digest that the anchor names",
-        file=file,
-        tensor=entry.name,
-        step=step,
-        expected="no such tensor" if row is None else row.digest,
-        found=found,
-    )
+    differs = partial(difference, file=file, tensor=entry.name, step=step)
+    what = "the tensor does not have the digest that the anchor names"
+    if row is None or row.digest != found:
+        return differs(what, "no such tensor" if row is None else row.digest, found)
+    what = "the tensor does not have the dtype and shape that the anchor names"
+    expected = f"{row.dtype} {list(row.shape)}"
+    return differs(what, expected, f"{entry.dtype} {list(entry.shape)}")
 
 
 def _raise(fault: Malformed | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,11 +16,12 @@ from deltactl.bucket.local import LocalBucket
 from deltactl.chain.check.objects import expected_in, faults_at
 from deltactl.chain.reading import read_chain
 from deltactl.core.errors import DeltactlError, Malformed
-from deltactl.format.anchor import AnchorFile
+from deltactl.format.anchor import AnchorFile, AnchorHeader
 from deltactl.format.checker import (
     Checker,
     Expected,
     expected_file,
+    expected_of,
     has_file,
     mapped_faults,
     pieces_of,
@@ -164,6 +166,36 @@ def test_an_object_too_small_for_a_header(objects: Objects, size: int) -> None:
     (fault,) = stream_faults(expected, [b"\xff" * size])
     assert facts(mapped(expected, b"\xff" * size)) == facts([fault])
     assert (fault.file, fault.step) == (sound.file, 1)
+
+
+def test_a_header_of_another_length_is_not_waited_for(objects: Objects) -> None:
+    expected, sound = objects["single/deltas/step_000002.safetensors"]
+    checker = Checker(expected)
+    checker.feed(bytes([sound[0] ^ 8]) + sound[1:8])
+    (fault,) = checker.faults
+    length = int.from_bytes(sound[:8], "little") + 8
+    assert fault.expected == f"a header of {length} bytes"
+
+
+@pytest.mark.parametrize("other", [("F16", (20, 40)), ("BF16", (40, 20, 1))])
+def test_a_tensor_of_the_right_bits_and_another_dtype_or_shape(
+    other: tuple[str, tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTACTL_CACHE", str(tmp_path / "cache"))
+    bucket = make_chain(tmp_path, states(1))
+    (anchor,) = read_chain(bucket).links
+    assert isinstance(anchor.header, AnchorHeader)
+    tensors = tuple(
+        replace(tensor, dtype=other[0], shape=other[1]) if tensor.name == "model.embed" else tensor
+        for tensor in anchor.header.tensors
+    )
+    shard = next(f for f in anchor.header.files if f.is_shard)
+    path = Path(bucket.url, "anchors/step_000001", shard.name)
+    header = replace(anchor.header, tensors=tensors)
+    expected = expected_of(header, shard.name, "shard", shard.nbytes)
+    (fault,) = stream_faults(expected, pieces_of(path))
+    assert (fault.tensor, fault.file, fault.step) == ("model.embed", "shard", 1)
+    assert (fault.expected, fault.found) == (f"{other[0]} {list(other[1])}", "BF16 [40, 20]")
 
 
 def test_what_has_no_digest_is_not_judged(tmp_path: Path) -> None:
