@@ -21,7 +21,7 @@ from deltactl.ops.verify import verify_bucket
 from tests.support.chains import Tensors, content, holds
 from tests.support.checkpoints import (
     changed,
-    random_tensor,
+    random_weights,
     write_hf_directory,
     write_safetensors,
 )
@@ -41,7 +41,7 @@ def bucket(tmp_path: Path) -> LocalBucket:
 
 def tensors(seed: int = 0, width: int = 16, dtype: str = "BF16") -> Tensors:
     return {
-        f"model.layers.{n}.{part}.weight": random_tensor(dtype, (width, 8), seed + n)
+        f"model.layers.{n}.{part}.weight": random_weights(dtype, (width, 8), seed + n)
         for n in range(3)
         for part in ("attn", "mlp")
     }
@@ -174,11 +174,11 @@ def test_a_step_back_before_the_model_changed(tmp_path: Path, bucket: LocalBucke
 @pytest.mark.parametrize(
     ("edit", "word"),
     [
-        (lambda t: t.update(score=random_tensor("F32", (2, 8))), "1 tensor is new: score"),
+        (lambda t: t.update(score=random_weights("F32", (2, 8))), "1 tensor is new: score"),
         (lambda t: t.pop("model.layers.0.mlp.weight"), "1 tensor is gone: model.layers.0.mlp"),
-        (lambda t: t.update({"model.layers.0.mlp.weight": random_tensor("BF16", (4, 8))}),
+        (lambda t: t.update({"model.layers.0.mlp.weight": random_weights("BF16", (4, 8))}),
          "1 tensor is of another shape: model.layers.0.mlp"),
-        (lambda t: t.update({"model.layers.0.mlp.weight": random_tensor("F32", (16, 8))}),
+        (lambda t: t.update({"model.layers.0.mlp.weight": random_weights("F32", (16, 8))}),
          "1 tensor is of another dtype: model.layers.0.mlp"),
     ],
 )  # fmt: skip

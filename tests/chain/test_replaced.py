@@ -20,11 +20,11 @@ from deltactl.ops.diff import diff
 from deltactl.ops.push import push
 from deltactl.ops.verify import verify_bucket, verify_delta
 from tests.support.chains import Tensors, first_state, make_chain, next_state
-from tests.support.checkpoints import changed, random_tensor, write_safetensors
+from tests.support.checkpoints import changed, random_weights, write_safetensors
 from tests.support.trl_writer import write_chain
 
 NAMES = ("a", "b", "c")
-BEFORE: Tensors = {name: random_tensor("BF16", (8, 8), n) for n, name in enumerate(NAMES)}
+BEFORE: Tensors = {name: random_weights("BF16", (8, 8), n) for n, name in enumerate(NAMES)}
 
 
 def inverted(data: bytes) -> bytes:
@@ -49,7 +49,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
 def after(ways: tuple[str, ...], added: bool) -> Tensors:
     found = {name: WAYS[way](BEFORE[name]) for name, way in zip(NAMES, ways, strict=True)}
     found = {name: spec for name, spec in found.items() if spec is not None}
-    return found | ({"new": random_tensor("BF16", (4,), 9)} if added else {})
+    return found | ({"new": random_weights("BF16", (4,), 9)} if added else {})
 
 
 def bypassed(directory: Path, result: Tensors) -> LocalBucket:
@@ -91,7 +91,7 @@ def test_a_delta_replaces_all_where_no_element_is_kept(
 def test_an_anchor_where_another_model_begins(tmp_path: Path, dtype: str) -> None:
     bucket = LocalBucket(tmp_path / "bucket")
     push(write_safetensors(tmp_path / "1.safetensors", BEFORE), bucket)
-    other = {name: random_tensor(dtype, (4, 4), n + 50) for n, name in enumerate(NAMES)}
+    other = {name: random_weights(dtype, (4, 4), n + 50) for n, name in enumerate(NAMES)}
     path = write_safetensors(tmp_path / "2.safetensors", other)
     push(path, bucket, allow_other_model=True)
     chain = read_chain(bucket)
@@ -148,7 +148,7 @@ def said(bucket: LocalBucket) -> list[str]:
 
 
 def of(*dtypes: str, seed: int = 0) -> Tensors:
-    return {f"w{n}": random_tensor(dtype, (16, 64), seed + n) for n, dtype in enumerate(dtypes)}
+    return {f"w{n}": random_weights(dtype, (16, 64), seed + n) for n, dtype in enumerate(dtypes)}
 
 
 def trained(state: Tensors) -> Tensors:
@@ -166,7 +166,7 @@ def test_training_that_changes_every_wide_element_is_ordinary(
 ) -> None:
     first = of(*dtypes)
     second = trained(first)
-    third = trained(second) | {"score": random_tensor("F32", (2, 4), 9)}
+    third = trained(second) | {"score": random_weights("F32", (2, 4), 9)}
     bucket, notes = pushed(tmp_path, first, second, third)
     assert notes == [(), (), ("1 tensor is new: score",)]
     assert said(bucket) == []
@@ -181,7 +181,7 @@ def test_another_runs_weights_are_told_of(
     tmp_path: Path, dtypes: tuple[str, ...], head: bool
 ) -> None:
     before, after = of(*dtypes), of(*dtypes, seed=50)
-    after |= {"score": random_tensor("F32", (2, 4), 9)} if head else {}
+    after |= {"score": random_weights("F32", (2, 4), 9)} if head else {}
     bucket, notes = pushed(tmp_path, before, after)
     (delta,) = (link for link in read_chain(bucket).links if link.kind == "delta")
     assert said(bucket) == [delta.name]
