@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
+from deltactl.checkpoint.torch_dtypes import torch_dtypes
 from deltactl.core.dtypes import (
     DTYPES,
     FLOATS,
@@ -19,10 +19,10 @@ from deltactl.core.dtypes import (
 _HALVES = {code for code in FLOATS if DTYPES[code].bits <= 16}
 
 
-@pytest.mark.parametrize("code", TORCH_DTYPES)
+@pytest.mark.parametrize("code", torch_dtypes())
 def test_torch_has_dtypes_of_this_width(code: str) -> None:
-    assert 8 * TORCH_DTYPES[code].itemsize == DTYPES[code].bits
-    assert TORCH_DTYPES[code].is_floating_point == (code in FLOATS or code == "F8_E8M0")
+    assert 8 * torch_dtypes()[code].itemsize == DTYPES[code].bits
+    assert torch_dtypes()[code].is_floating_point == (code in FLOATS or code == "F8_E8M0")
 
 
 @pytest.mark.parametrize("code", sorted(_HALVES))
@@ -30,7 +30,7 @@ def test_each_element_of_a_narrow_float_is_what_its_fields_say(code: str) -> Non
     """All of them: exponent, mantissa, bias, and where NaN and infinities begin."""
     bits, row = DTYPES[code].bits, FLOATS[code]
     every = np.arange(1 << (bits - 1)).astype(f"<u{bits // 8}")
-    found = torch.from_numpy(every.view(f"<i{bits // 8}")).view(TORCH_DTYPES[code]).double().numpy()
+    found = torch.from_numpy(every.view(f"<i{bits // 8}")).view(torch_dtypes()[code]).double().numpy()
     exponent, mantissa = every >> row.mantissa, every % (1 << row.mantissa)
     below = np.where(exponent == 0, 0, 1 << row.mantissa) + mantissa
     said = below * 2.0 ** (np.maximum(exponent.astype(int), 1) - row.bias - row.mantissa)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
+from deltactl.checkpoint.torch_dtypes import torch_dtypes
 from deltactl.codec.bits import Bits, elements
 from deltactl.core.dtypes import nbytes_of
 from deltactl.core.errors import Unsupported, UsageError
@@ -25,7 +25,7 @@ _CAST = 1 << 14
 """Elements rounded at a time: below the size at which torch would start threads of its own, which
 would only get into the way of ours."""
 
-_CODES = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+_CODES = {dtype: code for code, dtype in torch_dtypes().items()}
 
 _LEFT_OUT = "names={...: None}"
 

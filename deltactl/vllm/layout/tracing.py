@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
+from deltactl.checkpoint.torch_dtypes import torch_dtypes
 from deltactl.vllm.layout.address_space import Arena, Block, Blocks, Lost
 from deltactl.vllm.layout.regions import Axis, TensorSpec
 
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def feed(self, spec: TensorSpec) -> torch.Tensor:
         """Zeros of that shape and dtype, which are recognised wherever they go."""
-        dtype = TORCH_DTYPES[spec.dtype]
+        dtype = torch_dtypes()[spec.dtype]
         memory = self._arena.take(spec.elements * dtype.itemsize)
         start = memory.ctypes.data
         whole = (max(spec.elements, 1), 1, 1)

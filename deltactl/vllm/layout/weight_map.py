@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
+from deltactl.checkpoint.torch_dtypes import torch_dtypes
 from deltactl.vllm.layout.derived import kept_beside, made_over
 from deltactl.vllm.layout.ownership import Ownership, Summary, box, overlap, owners
 from deltactl.vllm.layout.regions import Located, MappedTensor, Region, TensorSpec, region
@@ -203,7 +203,7 @@ class _Recording:
 
     def run(self, specs: Sequence[TensorSpec]) -> None:
         for spec in specs:
-            if spec.dtype in TORCH_DTYPES:
+            if spec.dtype in torch_dtypes():
                 self._specs.append(spec)
             else:
                 self._failed[spec.name] = f"torch has no dtype for {spec.dtype}"

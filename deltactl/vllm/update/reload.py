@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from deltactl.checkpoint.checkpoint import Checkpoint, Tensor
-from deltactl.checkpoint.torch_dtypes import TORCH_DTYPES
+from deltactl.checkpoint.torch_dtypes import torch_dtypes
 from deltactl.core.errors import Conflict
 
 _LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -69,7 +69,7 @@ def reload_tensors(
 
 def _need(checkpoint: Checkpoint, name: str) -> None:
     tensor = checkpoint.tensors.get(name)
-    if tensor is None or tensor.dtype not in TORCH_DTYPES:
+    if tensor is None or tensor.dtype not in torch_dtypes():
         raise Conflict(
             "the step's checkpoint has no such tensor that could be loaded",
             file=checkpoint.path,
@@ -89,14 +89,14 @@ def _group(name: str) -> str:
 def _weights(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     for name in names:
         tensor = checkpoint.tensors[name]
-        if tensor.dtype in TORCH_DTYPES:
+        if tensor.dtype in torch_dtypes():
             yield name, _loaded(tensor)
 
 
 def _loaded(tensor: Tensor) -> torch.Tensor:
     """A tensor's content in memory of its own: loaders may write to what they are given."""
     data = torch.from_numpy(np.array(tensor.data))
-    return data.view(TORCH_DTYPES[tensor.dtype]).view(tensor.shape)
+    return data.view(torch_dtypes()[tensor.dtype]).view(tensor.shape)
 
 
 def _has_incomplete(model: Any) -> bool:
