@@ -15,6 +15,7 @@ Needs torch, transformers and tokenizers (``pip install 'deltactl[demo]'``), all
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,19 +91,23 @@ def train(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers' progress bars and notes off the terminal meanwhile."""
+    """Keep transformers' progress bars and notes off the terminal meanwhile, and what is logged
+    where it imports other libraries: DeepSpeed says which hardware it has not found."""
     from transformers import utils
 
-    logging: Any = utils.logging
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    of_theirs: Any = utils.logging
+    bars, level = of_theirs.is_progress_bar_enabled(), of_theirs.get_verbosity()
+    of_theirs.disable_progress_bar()
+    of_theirs.set_verbosity_error()
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        logging.disable(before)
+        of_theirs.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            of_theirs.enable_progress_bar()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.bucket.retrying import RetryingBucket
+from deltactl.chain.reading import read_chain
 from deltactl.cli.app import app
 from deltactl.cli.interface import exits
 from deltactl.core import errors
@@ -138,6 +139,23 @@ def test_an_unexpected_exception_keeps_its_traceback_and_the_json_contract(
     assert isinstance(result.exception, KeyError)
     assert result.exit_code == 1
     assert json.loads(result.stdout)["error"]["what"] == "internal error: KeyError: 'x'"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_json_stands_alone_on_stdout_whatever_libraries_print(
+    bucket: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def noisy(*args: Any) -> Any:
+        print("no accelerator found")
+        if fails:
+            raise errors.Transient("away")
+        return read_chain(*args)
+
+    monkeypatch.setattr("deltactl.chain.reading.read_chain", noisy)
+    result = CliRunner().invoke(app, ["log", str(bucket), "--json"])
+    assert ("error" in json.loads(result.stdout)) == fails
+    assert "no accelerator found" in result.stderr
+    assert "no accelerator" in CliRunner().invoke(app, ["log", str(bucket)]).stdout
 
 
 def test_a_full_disk_is_told_with_the_file_and_a_way_out(

@@ -30,7 +30,8 @@ def test_each_element_of_a_narrow_float_is_what_its_fields_say(code: str) -> Non
     """All of them: exponent, mantissa, bias, and where NaN and infinities begin."""
     bits, row = DTYPES[code].bits, FLOATS[code]
     every = np.arange(1 << (bits - 1)).astype(f"<u{bits // 8}")
-    found = torch.from_numpy(every.view(f"<i{bits // 8}")).view(torch_dtypes()[code]).double().numpy()
+    held = torch.from_numpy(every.view(f"<i{bits // 8}")).view(torch_dtypes()[code])
+    found = held.double().numpy()
     exponent, mantissa = every >> row.mantissa, every % (1 << row.mantissa)
     below = np.where(exponent == 0, 0, 1 << row.mantissa) + mantissa
     said = below * 2.0 ** (np.maximum(exponent.astype(int), 1) - row.bias - row.mantissa)

@@ -123,6 +123,7 @@ def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
     out = ctx.find_root().obj
     assert isinstance(out, Output)
     out.configure(json=json, quiet=quiet)
+    ctx.with_resource(out.kept_for_result())
     return out
 
 

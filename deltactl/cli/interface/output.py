@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import IO, Any, Literal
 
 import typer
@@ -32,6 +32,7 @@ class Output:
 
     def __init__(self) -> None:
         self.mode: Mode = "human"
+        self._stdout: IO[str] | None = None  # sys.stdout, unless it is kept for the result
         self._quiet = False
         self._answered = False
 
@@ -39,6 +40,20 @@ class Output:
         """Take up ``--json`` and ``--quiet``; with both, JSON without progress."""
         self.mode = "json" if json else "quiet" if quiet else "human"
         self._quiet = quiet
+
+    @contextmanager
+    def kept_for_result(self) -> Iterator[None]:
+        """With ``--json``, for the time of the block: what libraries print goes to stderr, so that
+        stdout holds one JSON object and nothing else."""
+        if self.mode != "json":
+            yield
+            return
+        self._stdout = sys.stdout
+        try:
+            with redirect_stdout(sys.stderr):
+                yield
+        finally:
+            self._stdout = None
 
     def result(
         self,
@@ -53,7 +68,7 @@ class Output:
         """
         self._answered = True
         if self.mode == "json":
-            print(json.dumps(document, allow_nan=False), file=sys.stdout)
+            print(json.dumps(document, allow_nan=False), file=self._stdout or sys.stdout)
         elif self.mode == "human":
             for line in lines():
                 print(printable(line), file=stream or sys.stdout)
