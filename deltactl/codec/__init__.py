@@ -1,4 +1,10 @@
-"""The encodings of a sparse tensor, by the name that a delta's header gives."""
+"""Bits and encodings: the elements of a tensor that change, and how few bytes say which and how.
+
+Works on arrays in memory, block by block, and knows nothing of files' names or of steps; the
+compiled loops of ``core.native`` and numpy give the same bits. Imports ``core`` and ``files``.
+
+Names to call: ``bits``, ``base.Encoding``, ``base.Decoder``, and ``encoding_named`` of this module.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,6 @@ read, that its name appears when its content is there, and that whoever wrote it
 safetensors container is here as a container; what its metadata means is the business of
 ``format``. Imports ``core``.
 
-Names to call: ``atomic.write_file`` and what stands beside it, ``mapped``, ``untrusted``,
+Names to call: ``atomic.atomic_file``, ``atomic.atomic_directory``, ``mapped``, ``untrusted``,
 ``safetensors.read_header``, ``parallel.map_largest_first``, ``names``, ``cache``.
 """
