@@ -66,7 +66,7 @@ def test_elements_of_unaligned_bytes() -> None:
 
 
 def test_floats_with_a_sign_are_those_with_a_layout() -> None:
-    assert LAYOUTS.keys() == FLOATS
+    assert LAYOUTS.keys() == FLOATS.keys()
 
 
 @pytest.mark.parametrize("dtype", BITS)
