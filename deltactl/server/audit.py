@@ -152,9 +152,8 @@ def _check_state(
     if not known:
         wanted = chain.tip if step is None else step
         hint = f"deltactl apply {quote(chain.url)}@{wanted} --server {server.url}"
-        if step is None and chain.newer(
-            chain.tip
-        ):  # it may be on one of them, and would be taken back
+        if step is None and chain.newer(chain.tip):
+            # It may be on one of them, and would be taken back.
             hint = f"deltactl verify {quote(chain.url)}"
         elif step is None and engine.step is not None and engine.step > (chain.tip or 0):
             hint = f"deltactl log {quote(chain.url)}"  # which may be an older view of the chain

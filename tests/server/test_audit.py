@@ -10,7 +10,7 @@ import pytest
 
 from deltactl.bucket.local import LocalBucket
 from deltactl.chain.reading import read_chain
-from deltactl.core.errors import Conflict, Malformed, NotFound, Transient, UsageError
+from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, Transient, UsageError
 from deltactl.server.apply import apply_to_servers
 from deltactl.server.audit import Audited, audit_servers
 from deltactl.server.doctor import examine
@@ -49,6 +49,18 @@ def test_a_bit_that_differs(ranks: int, start: Start, steps: Steps) -> None:
     assert isinstance(found.error, Malformed)
     assert found.differing == ("model.norm",)
     assert found.error.hint == f"deltactl apply {steps.url}@3 --server {server.url}"
+
+
+def test_weights_in_an_unknown_state_are_told_by_what_made_them_so(
+    start: Start, steps: Steps
+) -> None:
+    """Whatever step the server was on: nothing is summed."""
+    server = start()
+    server.vllm.workers.poisoned = DeltactlError("written by half", hint="apply the step anew")
+    (found,) = audit(steps, None, server)
+    assert found.error is not None
+    assert (found.error.what, found.error.hint) == ("written by half", "apply the step anew")
+    assert found.checked == 0
 
 
 def test_another_step(start: Start, steps: Steps) -> None:

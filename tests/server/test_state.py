@@ -89,6 +89,13 @@ def test_states() -> None:
     assert isinstance(engine.poisoned, Malformed)
 
 
+def test_what_a_rank_says_of_unknown_weights_stands_before_that_ranks_differ() -> None:
+    facts = {"what": "written by half", "kind": "Malformed"}
+    engine = both({"state": "aa"}, {"state": "bb", "poisoned": facts})
+    assert engine.poisoned is not None and engine.poisoned.what == "written by half"
+    assert "hold different weights" in str(both({"state": "aa"}, {"state": "bb"}).poisoned)
+
+
 @pytest.mark.parametrize(
     ("one", "two", "known"),
     [
