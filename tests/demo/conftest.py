@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltactl.demo.game.environment import Environment
+from deltactl.demo.loop.environment import Environment
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import pytest
 import requests
 
 from deltactl.demo.game import game
-from deltactl.demo.game.environment import (
+from deltactl.demo.game.play import Table
+from deltactl.demo.loop.environment import (
     BODY,
     CONNECTIONS,
     IDLE,
@@ -22,7 +23,6 @@ from deltactl.demo.game.environment import (
     Environment,
     Sessions,
 )
-from deltactl.demo.game.play import Table
 
 
 def begin(environment: Environment, seed: int) -> str:

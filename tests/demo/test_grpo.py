@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from deltactl.demo.game import game, policy, tokens
-from deltactl.demo.game.environment import Environment
 from deltactl.demo.game.grpo import LR, RISE, Learner, advantages
 from deltactl.demo.game.play import Player, Table
 from deltactl.demo.game.rollouts import Batch, Rollout, Turn
+from deltactl.demo.loop.environment import Environment
 from tests.support.lagging_policy import LaggingPolicy
 
 

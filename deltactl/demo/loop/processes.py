@@ -99,7 +99,7 @@ class Processes:
         return process
 
     def start_module(self, name: str, module: str, settings: Mapping[str, Any]) -> None:
-        """Start a module of this package as the part ``name``."""
+        """Start a module as the part ``name``; ``settings`` are its one argument, as JSON."""
         self.start(name, [sys.executable, "-m", module, json.dumps(dict(settings))])
 
     def pids(self) -> dict[str, int]:

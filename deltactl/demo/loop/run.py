@@ -135,7 +135,7 @@ class _Loop:
 
     def run(self) -> Report:
         self._started("environment")
-        self._parts.start_module("environment", "deltactl.demo.game.environment", {})
+        self._parts.start_module("environment", "deltactl.demo.loop.environment", {})
         self._until(lambda: bool(self._environment))
         self._started("trainer: a short supervised warm-up, and step 0")
         own = {"bucket": self._url, "steps": self._wish.steps, "seed": self._wish.seed}

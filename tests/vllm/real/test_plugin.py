@@ -14,7 +14,8 @@ from vllm.plugins import load_general_plugins
 before = set(sys.modules)
 load_general_plugins()
 new = {name for name in set(sys.modules) - before if name.startswith("deltactl")}
-assert new == {"deltactl", "deltactl.vllm", "deltactl.vllm.layout.cpu_layout"}, new
+ours = ["deltactl", "deltactl.vllm", "deltactl.vllm.layout", "deltactl.vllm.layout.cpu_layout"]
+assert new == set(ours), new
 from deltactl.vllm import register
 
 register()  # vLLM may call it again

@@ -7,7 +7,7 @@
 depends on the seed and the guesses alone. Anything else that is sent is answered with an error,
 ``{"error": text}``, and changes nothing.
 
-``python -m deltactl.demo.game.environment`` runs one on a free port of loopback, and says which.
+``python -m deltactl.demo.loop.environment`` runs one on a free port of loopback, and says which.
 """
 
 from __future__ import annotations
