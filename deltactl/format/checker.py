@@ -55,8 +55,8 @@ class Expected:
 
     def header_end(self, start: bytes) -> int:
         """Where the header ends, by an object's first bytes. Raises Malformed, Unsupported."""
-        if self.header_bytes in (0, self.size):
-            return self.header_bytes or 0
+        if self.header_bytes is not None and self.header_bytes in (0, self.size):
+            return self.header_bytes
         length = header_length(start, self.file)
         if length > self.size or length != (self.header_bytes or length):
             what = "the object is another than the one whose header was read"
