@@ -225,6 +225,11 @@ class NewBits:
     positions: Positions
     bits: Bits
 
+    def within(self, start: int, length: int) -> Positions:
+        """See BlockChanges."""
+        first, end = span(self.positions, start, length)
+        return self.positions[first:end]
+
     def new_bits(self, before: Bits) -> Bits:
         """See BlockChanges."""
         return self.bits

@@ -15,13 +15,16 @@ from typing import Protocol
 
 import numpy as np
 
-from deltactl.codec.bits import Bits, Bytes, Positions
+from deltactl.codec.bits import Bits, Bytes, Positions, touch_sum
 from deltactl.core.dtypes import element_bytes, nbytes_of
 from deltactl.files.atomic import Segment, Spool
 
 BLOCK = 1 << 23
 """Elements a block. Large enough that a block's own tables cost less than a hundredth, small enough
 to bound memory and to spread one tensor over many cores."""
+
+
+_PIECE = 1 << 19  # elements whose changes are looked at together
 
 
 def block_count(elements: int) -> int:
@@ -76,7 +79,11 @@ class BlockChanges(Protocol):
 
     @property
     def positions(self) -> Positions:
-        """Within the block, strictly rising, shape (k,)."""
+        """Within the block, strictly rising, shape (k,). May be made anew each time."""
+        ...
+
+    def within(self, start: int, length: int) -> Positions:
+        """Those in ``length`` elements from ``start`` on, in any order."""
         ...
 
     def new_bits(self, before: Bits) -> Bits:
@@ -128,6 +135,12 @@ def span(positions: Positions, start: int, length: int) -> tuple[int, int]:
     """Which of rising positions lie in ``length`` elements from ``start`` on: first and end."""
     first, end = np.searchsorted(positions, (start, start + length))
     return int(first), int(end)
+
+
+def touch_sum_of(changes: BlockChanges, block: Bits, index: int) -> int:
+    """The touch sum of a block's bits where it changes; ``index``: of its first element."""
+    pieces = (changes.within(start, _PIECE) for start in range(0, block.size, _PIECE))
+    return sum(touch_sum(at, block.take(at), index) for at in pieces) % (1 << 64)
 
 
 class Encoding(Protocol):

@@ -6,6 +6,7 @@ Elements are unsigned integers (core.dtypes). No float operation is used anywher
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,9 @@ Steps = npt.NDArray[Any]
 """Steps in units in the last place: <i1, <i2, <i4 or <i8."""
 
 Positions = npt.NDArray[np.int64]
+
+Places = npt.NDArray[np.uint32]
+"""Positions in a block, as they are held where there may be millions."""
 
 _UNSIGNED: dict[int, np.dtype[Any]] = {
     1: np.dtype("<u1"),
@@ -109,11 +113,17 @@ class SplitSteps:
     down: Bytes
     beyond: Bits
 
-    def joined(self) -> Steps:
-        """The signed steps."""
-        down = np.unpackbits(self.down, count=self.beyond.size, bitorder="little")
-        steps = self.beyond.view(_SIGNED[self.beyond.itemsize])
+    def joined(self, first: int, end: int) -> Steps:
+        """The signed steps from the ``first``-th up to the ``end``-th."""
+        steps = self.beyond[first:end].view(_SIGNED[self.beyond.itemsize])
+        packed = self.down[first // 8 : -(-end // 8)]
+        down = np.unpackbits(packed, bitorder="little")[first % 8 :][: steps.size]
         return np.where(down.view(np.bool_), ~steps, steps + steps.dtype.type(1))
+
+    def pieces(self) -> Iterator[Steps]:
+        """All of them, joined some at a time."""
+        for first in range(0, self.beyond.size, _PIECE):
+            yield self.joined(first, first + _PIECE)
 
 
 def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, Positions]:
@@ -128,26 +138,57 @@ def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, Posi
     return found, np.flatnonzero(beyond)
 
 
-def take_split_steps(
-    elements: Bits,
-    start: int,
-    positions: Positions,
-    steps: SplitSteps,
-    span: tuple[int, int],
-    dtype: str,
-) -> None:
-    """Take the steps whose places are in ``span``, first and end, in place.
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Places of a block, shape (n,), in runs that each rise strictly; ``sizes``: how many places
+    each run has, int64. No place is in two of them."""
 
-    ``elements``: those from position ``start`` on; each position of the span is among them.
+    places: Places
+    sizes: npt.NDArray[np.int64]
+
+    @classmethod
+    def one(cls, places: Places) -> Runs:
+        """Of places all of which rise."""
+        return cls(places, np.array([places.size]))
+
+    def spans(self, start: int, length: int) -> Iterator[tuple[int, int]]:
+        """Of each run the places in ``length`` elements from ``start`` on: first and end."""
+        # Of another dtype the places would be copied.
+        borders = np.array((start, start + length), np.uint32)
+        at = 0
+        for size in self.sizes.tolist():
+            first, end = np.searchsorted(self.places[at : at + size], borders)
+            yield at + int(first), at + int(end)
+            at += size
+
+    def within(self, start: int, length: int) -> Positions:
+        """All places in ``length`` elements from ``start`` on, run after run."""
+        found = [self.places[first:end] for first, end in self.spans(start, length)]
+        return np.concatenate(found).astype(np.int64)
+
+    def rising(self) -> Positions:
+        """All places in order."""
+        if self.sizes.size == 1:
+            return self.places.astype(np.int64)
+        marks = np.zeros(int(self.places.max(initial=0)) + 1, np.bool_)
+        marks[self.places] = True
+        return positions_of(marks)
+
+
+def take_split_steps(elements: Bits, start: int, runs: Runs, steps: SplitSteps, dtype: str) -> None:
+    """Take the steps at those places that are among the elements, in place.
+
+    ``elements``: those from position ``start`` on, shape (n,), contiguous. ``steps``: one for each
+    place of ``runs``.
     """
     if native.KERNEL is not None:
         native.KERNEL.take_steps(
-            elements, start, positions, steps.down, steps.beyond, span, dtype in FLOATS
+            elements, start, runs.places, runs.sizes, steps.down, steps.beyond, dtype in FLOATS
         )
         return
-    first, end = span
-    at = positions[first:end] - start
-    elements[at] = take_steps(elements[at], steps.joined()[first:end], dtype)
+    for first, end in runs.spans(start, elements.size):
+        at = runs.places[first:end].astype(np.int64) - start
+        elements[at] = take_steps(elements[at], steps.joined(first, end), dtype)
 
 
 _MIX_INDEX = np.uint64(0x9E3779B97F4A7C15)
@@ -171,7 +212,7 @@ def mix64(index: npt.NDArray[np.uint64], bits: Bits) -> npt.NDArray[np.uint64]:
     return z
 
 
-_PIECE = 1 << 15  # pairs mixed together: less costs more calls, more leaves the cache
+_PIECE = 1 << 15  # elements looked at together: less costs more calls, more leaves the cache
 
 
 def touch_sum(positions: Positions, bits: Bits, index: int = 0) -> int:

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.codec.bits import Bits, Positions
+from deltactl.codec.bits import Bits, Places, Positions
 from deltactl.core import native
 from deltactl.core.dtypes import FLOATS
 from deltactl.core.native import ClassScan
 
-Ranks = npt.NDArray[np.uint32]
 Counts = npt.NDArray[Any]
 
 SEGMENT_BITS = 10
@@ -25,6 +24,8 @@ SEGMENT = 1 << SEGMENT_BITS
 """Elements of a segment: where none of them changes the whole of it may be left out."""
 
 MOST_CLASSES = 256
+
+_PIECE = 1 << 18  # elements looked at together, whole segments of them
 
 
 def exponents(bits: Bits, dtype: str) -> npt.NDArray[np.int64]:
@@ -60,13 +61,16 @@ class Classes:
         layout, table = FLOATS[self.dtype], self._table()
         return ClassScan(bits, layout.mantissa, layout.highest, table, self.active, SEGMENT_BITS)
 
-    def _members(self, bits: Bits) -> list[Positions]:
-        """The positions of each class's elements: what the kernel does without."""
-        of_each = self._table().take(exponents(bits, self.dtype))
-        active = np.repeat(self.active, SEGMENT)[: bits.size] != 0
-        return [np.flatnonzero((of_each == k) & active) for k in range(self.count)]
+    def _members(self, bits: Bits, start: int, stop: int) -> list[Positions]:
+        """The positions of each class's elements from ``start``, which a segment begins at, to
+        before ``stop``: what the kernel does without."""
+        piece = bits[start:stop]
+        of_each = self._table().take(exponents(piece, self.dtype))
+        active = np.repeat(self.active[start // SEGMENT : -(-stop // SEGMENT)], SEGMENT) != 0
+        active = active[: piece.size]
+        return [np.flatnonzero((of_each == k) & active) + start for k in range(self.count)]
 
-    def ranks(self, bits: Bits, positions: Positions) -> tuple[Ranks, Positions, Counts, Counts]:
+    def ranks(self, bits: Bits, positions: Positions) -> tuple[Places, Positions, Counts, Counts]:
         """Where changed elements stand in their classes.
 
         ``positions``: rising, in active segments, shape (n,). Returns, both of shape (n,) and class
@@ -82,31 +86,38 @@ class Classes:
 
     def _ranks_by_numpy(
         self, bits: Bits, positions: Positions
-    ) -> tuple[Ranks, Positions, Counts, Counts]:
+    ) -> tuple[Places, Positions, Counts, Counts]:
         place = np.full(bits.size, -1, np.int64)
         place[positions] = np.arange(positions.size)
-        members = self._members(bits)
+        members = self._members(bits, 0, bits.size)
         ranks = [np.flatnonzero(place.take(of_class) >= 0) for of_class in members]
         order = [place[m[r]] for m, r in zip(members, ranks, strict=True)]
         counts, totals = np.array([r.size for r in ranks]), np.array([m.size for m in members])
         return np.concatenate(ranks).astype(np.uint32), np.concatenate(order), counts, totals
 
-    def select(self, bits: Bits, ranks: Ranks, counts: Counts) -> tuple[Positions, Positions]:
-        """The inverse: positions, rising, and each one's place among ``ranks``.
+    def select(self, bits: Bits, ranks: Places, counts: Counts, order: Places | None = None) -> int:
+        """The inverse: make ranks the positions of the elements that have them, in place.
 
-        ``ranks``: class after class, strictly rising in each; ``counts``: how many each class has.
-        Ranks that are not below a class's number of elements are not found.
+        ``ranks``: class after class, strictly rising in each, shape (n,); ``counts``: how many each
+        class has; ``order``: if given, of the same shape, gets their places by rising position.
+        Returns how many elements were found: n, but where a rank is not below its class's number of
+        elements, and then what is in both means nothing.
         """
         starts = np.full(MOST_CLASSES + 1, ranks.size, np.int64)
         starts[: self.count] = np.cumsum(counts) - counts
         if native.KERNEL is not None:
-            return native.KERNEL.class_select(self._scan(bits), ranks, starts)
-        found, order = [], []
-        for k, of_class in enumerate(self._members(bits)):
-            of_ranks = np.arange(starts[k], starts[k + 1])
-            of_ranks = of_ranks[ranks[of_ranks] < of_class.size]
-            found.append(of_class[ranks[of_ranks]])
-            order.append(of_ranks)
-        positions, places = np.concatenate(found), np.concatenate(order)
-        rising = np.argsort(positions)
-        return positions.take(rising), places.take(rising)
+            return native.KERNEL.class_select(self._scan(bits), ranks, starts, order)
+        found = self._select_by_numpy(bits, ranks, starts)
+        if order is not None:
+            order[:] = np.argsort(ranks)
+        return found
+
+    def _select_by_numpy(self, bits: Bits, ranks: Places, starts: Counts) -> int:
+        seen, done = [0] * self.count, starts[: self.count].tolist()
+        for start in range(0, bits.size, _PIECE):
+            for k, members in enumerate(self._members(bits, start, start + _PIECE)):
+                left = ranks[done[k] : starts[k + 1]]
+                here = int(np.searchsorted(left, ranks.dtype.type(seen[k] + members.size)))
+                left[:here] = members[left[:here] - np.uint32(seen[k])]
+                seen[k], done[k] = seen[k] + members.size, done[k] + here
+        return int(sum(done) - starts[: self.count].sum())

@@ -28,7 +28,8 @@ from deltactl.codec.integers import Reader, Undecodable, packed_bits
 U64 = npt.NDArray[np.uint64]
 
 _LONGEST = 9  # bytes of a LEB128 that a reader takes: 63 bits
-_PIECE = 1 << 13  # fields packed together, whole bytes of them: a byte a bit is not little
+_FIELDS = 1 << 13  # fields packed together, whole bytes of them: a byte a bit is not little
+_PIECE = 1 << 15  # bits of quotients looked at together, whole bytes of them
 
 
 def leb128(number: int) -> bytes:
@@ -85,8 +86,8 @@ def _parameter(values: npt.NDArray[Any]) -> int:
 
 def _packed_fields(values: U64, width: int) -> Iterator[bytes]:
     """The ``width`` low bits of each value, one after the other."""
-    for at in range(0, values.size, _PIECE):
-        piece = values[at : at + _PIECE]
+    for at in range(0, values.size, _FIELDS):
+        piece = values[at : at + _FIELDS]
         bits = np.empty((piece.size, width), np.uint8)
         for i in range(width):
             bits[:, i] = (piece >> np.uint64(i)) & np.uint64(1)
@@ -97,49 +98,96 @@ def _packed(bits: npt.NDArray[np.uint8]) -> bytes:
     return np.packbits(bits, bitorder="little").tobytes()
 
 
-def decode(reader: Reader, count: int, limit: int) -> U64:
-    """The next stream of ``count`` values, each below ``limit``, shape (count,).
+def decode(reader: Reader, values: npt.NDArray[Any], limit: int) -> None:
+    """Put the next stream's values, each below ``limit``, into ``values``, shape (n,), of an
+    unsigned dtype that holds them. Raises Undecodable."""
+    at = 0
+    for found in pieces(reader, values.size, limit):
+        values[at : at + found.size] = found
+        at += found.size
 
-    Raises Undecodable.
+
+def pieces(reader: Reader, count: int, limit: int) -> Iterator[U64]:
+    """The next stream of ``count`` values, each below ``limit``, some at a time.
+
+    What it takes from ``reader`` is only known at its end, to which it has to be read. Raises
+    Undecodable.
     """
     if not count:
-        return np.empty(0, np.uint64)
+        return
     m, total = read_leb128(reader), read_leb128(reader)
     if not 0 < m <= 2 * limit or total > 2 * count:
         raise Undecodable(f"a parameter of {m} or quotients of {total} for {count} values")
-    quotients = _quotients(reader, count, total)
-    bits = (m - 1).bit_length()
-    values = np.zeros(count, np.uint64) if not bits else _remainders(reader, count, m, bits)
-    if int(quotients.max()) * m >= limit:
-        raise Undecodable(f"a quotient of {int(quotients.max())} leaves {limit}")
-    values += quotients.view(np.uint64) * np.uint64(m)
-    if int(values.max()) >= limit:
-        raise Undecodable(f"a value of {int(values.max())} is not below {limit}")
-    return values
+    unary = packed_bits(reader, count + total)
+    remainders = _Remainders(reader, count, m)
+    for quotients in _quotients(unary, count, total):
+        if int(quotients.max()) * m >= limit:
+            raise Undecodable(f"a quotient of {int(quotients.max())} leaves {limit}")
+        values = quotients.view(np.uint64) * np.uint64(m)
+        remainders.add_to(values)
+        if int(values.max()) >= limit:
+            raise Undecodable(f"a value of {int(values.max())} is not below {limit}")
+        yield values
+    remainders.end()
 
 
-def _unpacked(reader: Reader, count: int) -> npt.NDArray[np.uint8]:
-    return np.unpackbits(packed_bits(reader, count), count=count, bitorder="little")
+def _quotients(
+    unary: npt.NDArray[np.uint8], count: int, total: int
+) -> Iterator[npt.NDArray[np.int64]]:
+    """``count`` quotients, some at a time, that ``count + total`` bits give."""
+    done = zeros = 0  # those of a quotient that goes on in the next piece
+    for start in range(0, count + total, _PIECE):
+        flags = _bits(unary, start, min(_PIECE, count + total - start))
+        ends = np.flatnonzero(flags.view(np.bool_))
+        if not ends.size:
+            zeros += flags.size
+            continue
+        found = np.diff(ends, prepend=-1 - zeros) - 1
+        zeros = flags.size - 1 - int(ends[-1])
+        done += ends.size
+        if done > count:
+            break
+        yield found
+    if done != count or zeros:
+        raise Undecodable(f"{done} quotients where there are {count} values")
 
 
-def _quotients(reader: Reader, count: int, total: int) -> npt.NDArray[np.int64]:
-    ends = np.flatnonzero(_unpacked(reader, count + total).view(np.bool_))
-    if ends.size != count or int(ends[-1]) != count + total - 1:
-        raise Undecodable(f"{ends.size} quotients where there are {count} values")
-    quotients = np.diff(ends, prepend=-1)
-    quotients -= 1
-    return quotients
+class _Remainders:
+    """The remainders of ``count`` values by ``m``, in order."""
+
+    def __init__(self, reader: Reader, count: int, m: int) -> None:
+        self._reader = reader
+        self._width = (m - 1).bit_length() - 1  # -1: there are none
+        self._cut = np.uint64((1 << self._width + 1) - m)
+        self._first = packed_bits(reader, count * max(self._width, 0))
+        self._extra = np.frombuffer(reader.data, np.uint8)[reader.at :]
+        self._seen = self._longer = 0
+
+    def add_to(self, values: U64) -> None:
+        """Add the next ones to values, shape (n,). Raises Undecodable."""
+        if self._width < 0:
+            return
+        width, at = self._width, self._seen * self._width
+        fields = _bits(self._first, at, values.size * width).reshape(values.size, width)
+        found = np.zeros(values.size, np.uint64)
+        for i in range(width):
+            found |= fields[:, i].astype(np.uint64) << np.uint64(i)
+        longer = np.flatnonzero(found >= self._cut)
+        extra = _bits(self._extra, self._longer, longer.size).astype(np.uint64)
+        found[longer] += found[longer] + extra - self._cut
+        values += found
+        self._seen += values.size
+        self._longer += longer.size
+
+    def end(self) -> None:
+        """Take the last bits, whose number is known now. Raises Undecodable."""
+        packed_bits(self._reader, self._longer)
 
 
-def _remainders(reader: Reader, count: int, m: int, bits: int) -> U64:
-    first = np.zeros(count, np.uint64)
-    for at in range(0, count, _PIECE):
-        piece = first[at : at + _PIECE]
-        fields = _unpacked(reader, piece.size * (bits - 1)).reshape(piece.size, bits - 1)
-        for i in range(bits - 1):
-            piece |= fields[:, i].astype(np.uint64) << np.uint64(i)
-    cut = np.uint64((1 << bits) - m)
-    long = np.flatnonzero(first >= cut)
-    extra = _unpacked(reader, long.size).astype(np.uint64)
-    first[long] += first[long] + extra - cut
-    return first
+def _bits(packed: npt.NDArray[np.uint8], start: int, count: int) -> npt.NDArray[np.uint8]:
+    """Bits from the ``start``-th on. Raises Undecodable where there are fewer than ``count``."""
+    end = start + count
+    if end > 8 * packed.size:
+        raise Undecodable(f"{-(-end // 8)} bytes are wanted and {packed.size} are left")
+    piece = np.unpackbits(packed[start // 8 : -(-end // 8)], bitorder="little")
+    return piece[start % 8 : start % 8 + count]

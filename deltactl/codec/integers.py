@@ -22,10 +22,12 @@ from deltactl.core import native
 Values = npt.NDArray[Any]
 """Unsigned integers, shape (n,)."""
 
+Flags = npt.NDArray[np.bool_]
+
 _ESCAPE = 255
 _SAMPLE = 1 << 12  # values looked at to choose k
 _DEPTH = 16  # streams within streams that a reader follows
-_PIECE = 1 << 18  # values that are put together at once
+_PIECE = 1 << 16  # values that are put together at once
 _CAREFUL = 8  # from here on a writer takes k from the largest value, so that none is left over
 
 
@@ -49,11 +51,15 @@ class Reader:
     data: memoryview
     at: int = 0
 
+    @property
+    def left(self) -> int:
+        """How many bytes are left."""
+        return len(self.data) - self.at
+
     def take(self, count: int) -> memoryview:
         """The next ``count`` bytes. Raises Undecodable."""
-        left = len(self.data) - self.at
-        if count > left:
-            raise Undecodable(f"{count} bytes are wanted and {left} are left")
+        if count > self.left:
+            raise Undecodable(f"{count} bytes are wanted and {self.left} are left")
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -116,39 +122,29 @@ def _planes(values: Values, k: int) -> list[bytes]:
     return planes
 
 
-def decode(reader: Reader, count: int, bound: int = 1 << 64) -> npt.NDArray[np.uint64]:
-    """The next stream, of ``count`` values below ``bound``, shape (count,). Raises Undecodable."""
-    values = np.zeros(count, np.uint64)
-    decode_into(reader, values, bound)
-    return values
-
-
-def decode_into(
-    reader: Reader, values: Values, bound: int, where: npt.NDArray[np.bool_] | None = None
-) -> None:
-    """Put the next stream's values, each below ``bound``, in place: in all of ``values``, shape
-    (n,), or in those alone that ``where``, of the same shape, marks.
+def decode(reader: Reader, values: Values, bound: int = 1 << 64) -> None:
+    """Put the next stream's values, each below ``bound``, into ``values``, shape (n,).
 
     ``values``: of an unsigned dtype that holds ``bound`` less 1. Streams within the stream add to
     what the outer ones gave, so that however deep they lie it takes few bytes a value beside them:
     a small block can claim millions of values on each level. Raises Undecodable.
     """
-    count = values.size if where is None else int(np.count_nonzero(where))
-    shift = depth = 0
-    while count:
+    where: Flags | None = None
+    count, shift = values.size, 0
+    for depth in range(_DEPTH + 1):
+        if not count:
+            return
         if depth == _DEPTH:
             raise Undecodable(f"streams lie more than {_DEPTH} deep in each other")
         level = _Level.read(reader, count)
-        _add(level, values, where, None if not depth else shift, bound)
-        escaped = level.high == _ESCAPE
-        count = int(np.count_nonzero(escaped))
-        if count and where is not None:
-            rest = np.zeros_like(where)
-            rest[where] = escaped
-            where = rest
-        elif count:
-            where = escaped
-        shift, depth = shift + level.k, depth + 1
+        if where is None:
+            _set(level, values, bound)
+            where = level.high == _ESCAPE
+        else:
+            _add(level, values, where, shift, bound)
+        shift += level.k
+        del level  # before the next takes as much
+        count = int(np.count_nonzero(where))
 
 
 @dataclass(slots=True)
@@ -180,34 +176,32 @@ class _Level:
         return joined[start - first :]
 
 
-def _add(
-    level: _Level,
-    values: Values,
-    where: npt.NDArray[np.bool_] | None,
-    shift: int | None,
-    bound: int,
-) -> None:
-    """Add a level's values, ``shift`` bits up, to the values that have one; at the outermost, for
-    which it is None, nothing is there yet."""
+def _set(level: _Level, values: Values, bound: int) -> None:
+    for start in range(0, values.size, _PIECE):
+        part = values[start : start + _PIECE]
+        found = level.values(start, start + part.size)
+        if int(found.max()) >= bound:
+            raise Undecodable(f"a value is not below {bound}")
+        part[:] = found
+
+
+def _add(level: _Level, values: Values, where: Flags, shift: int, bound: int) -> None:
+    """Add a level's values, ``shift`` bits up, to those that ``where`` marks; afterwards it marks
+    those that the next level adds to."""
     at = 0
     for start in range(0, values.size, _PIECE):
         part = values[start : start + _PIECE]
-        hit: Any = None if where is None else where[start : start + _PIECE]
-        count = part.size if where is None else int(np.count_nonzero(hit))
-        if not count:
+        hit = np.flatnonzero(where[start : start + _PIECE])
+        if not hit.size:
             continue
-        found = level.values(at, at + count)
-        at += count
-        if shift is None:
-            if int(found.max()) >= bound:
-                raise Undecodable(f"a value is not below {bound}")
-            part[... if hit is None else hit] = found
-            continue
-        before = part[hit].astype(np.uint64)
+        found = level.values(at, at + hit.size)
+        before = part.take(hit).astype(np.uint64)
         room = (np.uint64(bound - 1) - before) >> np.uint64(min(shift, 63))
         if (found > (room if shift < 64 else 0)).any():
             raise Undecodable(f"a value is not below {bound}")
         part[hit] = (before + (found << np.uint64(min(shift, 63)))).astype(values.dtype)
+        where[start + hit] = level.high[at : at + hit.size] == _ESCAPE
+        at += hit.size
 
 
 def _join(

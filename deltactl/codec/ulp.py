@@ -11,22 +11,29 @@ those; the stream of their lengths less two. Streams: codec.integers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from deltactl.codec import integers
-from deltactl.codec.base import EncodedBlock, Part, StoredPart, Target, span
-from deltactl.codec.bits import Bits, Positions, SplitSteps, split_steps, take_split_steps
+from deltactl.codec.base import EncodedBlock, Part, StoredPart, Target
+from deltactl.codec.bits import (
+    Bits,
+    Places,
+    Positions,
+    Runs,
+    SplitSteps,
+    split_steps,
+    take_split_steps,
+)
 from deltactl.codec.blocks import StoredBlocks, blocks_part
 from deltactl.core import native
 from deltactl.core.dtypes import element_bytes
 from deltactl.files.atomic import Spool
 
-_PIECE = 1 << 20  # positions that are made together
-_FEW = 1 << 21  # longer steps whose positions and lengths are held; more are slower, and take less
+_PIECE = 1 << 16  # positions or steps that are made together
 
 
 class Ulp:
@@ -56,6 +63,20 @@ class UlpDecoder(StoredBlocks):
 
     needs_base = False
 
+    def steps(self, number: int, length: int) -> SplitSteps:
+        """The steps of a block of ``length`` elements, whose positions are checked and not kept.
+        Raises Malformed."""
+        with self.open(number, length) as (reader, count):
+            return steps_of_ulp(reader, count, length, self.target.dtype)
+
+    def places(self, number: int, length: int) -> Places:
+        """Where a block of ``length`` elements changes, rising; its steps are not looked at.
+        Raises Malformed."""
+        with self.open(number, length) as (reader, count):
+            places = _read_places(reader, count, length)
+            reader.take(reader.left)
+            return places
+
     def block(self, number: int, base: Bits) -> SteppedBits:
         with self.open(number, base.size) as (reader, count):
             return decode_ulp(reader, count, base.size, self.target.dtype)
@@ -65,21 +86,34 @@ class UlpDecoder(StoredBlocks):
 class SteppedBits:
     """Changes that say how far the bits go from where they are, in units in the last place."""
 
-    positions: Positions
+    runs: Runs
     steps: SplitSteps
     dtype: str
 
+    @property
+    def positions(self) -> Positions:
+        """See BlockChanges."""
+        return self.runs.rising()
+
+    def within(self, start: int, length: int) -> Positions:
+        """See BlockChanges."""
+        return self.runs.within(start, length)
+
     def new_bits(self, before: Bits) -> Bits:
         """See BlockChanges."""
-        after = before.copy()
-        at = np.arange(after.size)
-        take_split_steps(after, 0, at, self.steps, (0, after.size), self.dtype)
-        return after
+        if self.runs.sizes.size == 1:
+            after, at = before.copy(), np.arange(before.size, dtype=np.uint32)
+            take_split_steps(after, 0, Runs.one(at), self.steps, self.dtype)
+            return after
+        positions = self.positions
+        block = np.empty(int(positions[-1]) + 1, before.dtype)
+        block[positions] = before
+        self.put(block, 0)
+        return block.take(positions)
 
     def put(self, elements: Bits, start: int) -> None:
         """See BlockChanges."""
-        within = span(self.positions, start, elements.size)
-        take_split_steps(elements, start, self.positions, self.steps, within, self.dtype)
+        take_split_steps(elements, start, self.runs, self.steps, self.dtype)
 
 
 def encode_ulp(positions: Positions, steps: SplitSteps, longer: Positions) -> bytes:
@@ -88,18 +122,15 @@ def encode_ulp(positions: Positions, steps: SplitSteps, longer: Positions) -> by
 
 
 def decode_ulp(reader: integers.Reader, count: int, length: int, dtype: str) -> SteppedBits:
-    """A block of ``length`` elements, ``count`` of which change. Raises Undecodable.
+    """A block of ``length`` elements, ``count`` of which change. Raises Undecodable."""
+    places = _read_places(reader, count, length)
+    return SteppedBits(Runs.one(places), _decode_steps(reader, count, dtype), dtype)
 
-    The positions, eight bytes each, are made last, from gaps of half that size: so all at once it
-    takes little more than what it gives.
-    """
-    if count > length:
-        raise integers.Undecodable(f"{count} positions do not fit {length} elements")
-    positions = np.empty(count, np.int64)
-    _read_gaps(reader, positions.view(np.uint32)[:count], length)
-    steps = _decode_steps(reader, count, element_bytes(dtype))
-    _from_gaps(positions)
-    return SteppedBits(positions, steps, dtype)
+
+def steps_of_ulp(reader: integers.Reader, count: int, length: int, dtype: str) -> SplitSteps:
+    """The same without the places, which are checked. Raises Undecodable."""
+    _read_gaps(reader, count, length)
+    return _decode_steps(reader, count, dtype)
 
 
 def gaps_of(positions: Positions) -> npt.NDArray[np.uint32]:
@@ -127,70 +158,70 @@ def _encode_steps(steps: SplitSteps, longer: Positions) -> bytes:
     )
 
 
-def _decode_steps(reader: integers.Reader, count: int, width: int) -> SplitSteps:
-    beyond = np.zeros(count, f"<u{width}")
+def _decode_steps(reader: integers.Reader, count: int, dtype: str) -> SplitSteps:
+    width = element_bytes(dtype)
     if not count:
-        return SplitSteps(np.empty(0, np.uint8), beyond)
+        return SplitSteps(np.empty(0, np.uint8), np.empty(0, f"<u{width}"))
     down = integers.packed_bits(reader, count)
     number = reader.number()
-    limit = (1 << (8 * width - 1)) - 1  # a step goes half way round at most; stored less 2
-    if number <= _FEW:
-        longer = _read_positions(reader, number, count)
-        beyond[longer] = integers.decode(reader, number, limit) + np.uint64(1)
-    else:
-        marks = _read_marks(reader, number, count)
-        integers.decode_into(reader, beyond, limit, marks)
-        np.add(beyond, marks, out=beyond, casting="unsafe")
+    longer = np.zeros(count, np.bool_)
+    for _, at in _positions(_read_gaps(reader, number, count)):
+        longer[at] = True
+    beyond = np.zeros(count, f"<u{width}")
+    integers.decode(reader, beyond[:number], longest(width))
+    spread(beyond, longer)
     return SplitSteps(down, beyond)
 
 
-def _read_positions(reader: integers.Reader, count: int, length: int) -> Positions:
-    """``count`` strictly rising positions below ``length``, shape (count,). Raises Undecodable."""
-    if count > length:  # before memory is taken for them
-        raise integers.Undecodable(f"{count} positions do not fit {length} elements")
-    positions = np.empty(count, np.int64)
-    _read_gaps(reader, positions.view(np.uint32)[:count], length)
-    _from_gaps(positions)
-    return positions
+def longest(width: int) -> int:
+    """Above all lengths of steps less two, in elements of ``width`` bytes: a step goes half way
+    round at most."""
+    return (1 << (8 * width - 1)) - 1
 
 
-def _read_gaps(reader: integers.Reader, gaps: npt.NDArray[np.uint32], length: int) -> None:
-    """The gaps between strictly rising positions below ``length``. Raises Undecodable."""
-    integers.decode_into(reader, gaps, max(length, 1))
-    last = int(gaps.sum(dtype=np.uint64)) + gaps.size - 1
-    if gaps.size and last >= length:
-        raise integers.Undecodable(f"position {last} is past {length} elements")
+def spread(beyond: Bits, longer: npt.NDArray[np.bool_]) -> None:
+    """Make of the lengths less two, which lie at the front, the lengths less one where ``longer``,
+    of the same shape (n,), marks them, and 0 elsewhere.
+
+    In place, from the last on, as none lies before where it was.
+    """
+    left = int(np.count_nonzero(longer))
+    for start in reversed(range(0, longer.size, _PIECE)):
+        at = np.flatnonzero(longer[start : start + _PIECE])
+        lengths = beyond[left - at.size : left].copy()
+        left -= at.size
+        part = beyond[start : start + _PIECE]
+        part[:] = 0
+        part[at] = lengths + lengths.dtype.type(1)
 
 
-def _read_marks(reader: integers.Reader, count: int, length: int) -> npt.NDArray[np.bool_]:
-    """Which of ``length`` things the next ``count`` positions mark. Raises Undecodable."""
+def _read_places(reader: integers.Reader, count: int, length: int) -> Places:
+    places = _read_gaps(reader, count, length)
+    for start, at in _positions(places):
+        places[start : start + at.size] = at
+    return places
+
+
+def _read_gaps(reader: integers.Reader, count: int, length: int) -> npt.NDArray[np.uint32]:
+    """The gaps between ``count`` strictly rising positions below ``length``, shape (count,).
+
+    Raises Undecodable.
+    """
     if count > length:  # before memory is taken for them
         raise integers.Undecodable(f"{count} positions do not fit {length} elements")
     gaps = np.empty(count, np.uint32)
-    _read_gaps(reader, gaps, length)
-    marks = np.zeros(length, np.bool_)
+    integers.decode(reader, gaps, max(length, 1))
+    last = int(gaps.sum(dtype=np.uint64)) + count - 1
+    if count and last >= length:
+        raise integers.Undecodable(f"position {last} is past {length} elements")
+    return gaps
+
+
+def _positions(gaps: npt.NDArray[np.uint32]) -> Iterator[tuple[int, Positions]]:
+    """The positions that gaps lead to, some at a time, and the place of their first one."""
     before = -1
-    for start in range(0, count, _PIECE):
-        at = np.cumsum(gaps[start : start + _PIECE].astype(np.int64) + 1) + before
-        marks[at] = True
+    for start in range(0, gaps.size, _PIECE):
+        at = np.cumsum(gaps[start : start + _PIECE].astype(np.int64) + 1)
+        at += before
         before = int(at[-1])
-    return marks
-
-
-def _from_gaps(positions: Positions) -> None:
-    """Make positions of the gaps, u32, that lie in the first half of the same memory.
-
-    From the last on, as each comes to lie where only gaps are that were looked at before it.
-    """
-    gaps = positions.view(np.uint32)[: positions.size]
-    if positions.size <= _PIECE:
-        positions[:] = np.cumsum(gaps.astype(np.int64) + 1) - 1
-        return
-    starts = range(0, positions.size, _PIECE)
-    sums = [int((part := gaps[at : at + _PIECE]).sum(dtype=np.int64)) + part.size for at in starts]
-    before = sum(sums) - 1
-    for at, total in zip(reversed(starts), reversed(sums), strict=True):
-        before -= total
-        found = np.cumsum(gaps[at : at + _PIECE].astype(np.int64) + 1)
-        found += before
-        positions[at : at + _PIECE] = found
+        yield start, at

@@ -19,7 +19,7 @@ of Golomb codes. Integer types have blocks of ``.ulp`` alone, and so has what is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -27,17 +27,27 @@ import numpy as np
 
 from deltactl.codec import golomb
 from deltactl.codec.base import EncodedBlock, Part, StoredPart, Target
-from deltactl.codec.bits import Bits, Positions, SplitSteps, split_steps
+from deltactl.codec.bits import Bits, Places, Positions, Runs, SplitSteps, split_steps
 from deltactl.codec.blocks import StoredBlocks, blocks_part
-from deltactl.codec.classes import MOST_CLASSES, SEGMENT, Classes, Ranks
+from deltactl.codec.classes import MOST_CLASSES, SEGMENT, Classes
 from deltactl.codec.golomb import leb128, read_leb128
 from deltactl.codec.grouping import choose_borders, silent_segments
-from deltactl.codec.integers import Reader, Undecodable, packed_bits
-from deltactl.codec.ulp import SteppedBits, decode_ulp, encode_ulp, gaps_of
+from deltactl.codec.integers import Flags, Reader, Undecodable, packed_bits
+from deltactl.codec.ulp import (
+    SteppedBits,
+    decode_ulp,
+    encode_ulp,
+    gaps_of,
+    longest,
+    spread,
+    steps_of_ulp,
+)
 from deltactl.core.dtypes import FLOATS, element_bytes
 from deltactl.files.atomic import Spool
 
 _AS_ULP, _BY_CLASSES, _WITHOUT_SILENT = 0, 1, 2
+_PIECE = 1 << 16  # members of a set that are found together
+_FEW = 1 << 21  # changes of which a second copy is little
 
 
 class UlpCtx:
@@ -112,16 +122,49 @@ def _others(members: Positions, total: int) -> Positions:
     return np.flatnonzero(is_other)
 
 
-def _decode_set(reader: Reader, count: int, total: int) -> Positions:
-    """``count`` strictly rising positions below ``total``. Raises Undecodable."""
+def _stored(reader: Reader, count: int, total: int) -> Iterator[Positions]:
+    """What is stored of a set of ``count`` of ``total``: strictly rising positions below ``total``,
+    some at a time; those of the others where these are fewer. Raises Undecodable."""
     if count > total:
         raise Undecodable(f"a set of {count} among {total}")
-    flip = 2 * count > total
-    gaps = golomb.decode(reader, total - count if flip else count, total + 1)
-    positions = np.cumsum(gaps.view(np.int64) + 1) - 1
-    if positions.size and int(positions[-1]) >= total:
-        raise Undecodable(f"position {int(positions[-1])} is past {total} of a set")
-    return _others(positions, total) if flip else positions
+    return _rising(golomb.pieces(reader, min(count, total - count), total + 1), total)
+
+
+def _rising(gaps: Iterator[golomb.U64], total: int) -> Iterator[Positions]:
+    before = -1
+    for piece in gaps:
+        at = np.cumsum(piece.view(np.int64) + 1)
+        at += before
+        before = int(at[-1])
+        if before >= total:
+            raise Undecodable(f"position {before} is past {total} of a set")
+        yield at
+
+
+def _read_marks(reader: Reader, count: int, total: int) -> Flags:
+    """A set, as a mark on each of its members, shape (total,). Raises Undecodable."""
+    stored, others = _stored(reader, count, total), 2 * count > total
+    marks = np.full(total, others)
+    for at in stored:
+        marks[at] = not others
+    return marks
+
+
+def _read_members(reader: Reader, total: int, members: Places) -> None:
+    """Put the members of a set, rising, in place: shape (count,). Raises Undecodable."""
+    end = 0
+    for at in _members(reader, members.size, total):
+        start, end = end, end + at.size
+        members[start:end] = at
+
+
+def _members(reader: Reader, count: int, total: int) -> Iterator[Positions]:
+    if 2 * count <= total:
+        yield from _stored(reader, count, total)
+        return
+    marks = _read_marks(reader, count, total)
+    for start in range(0, total, _PIECE):
+        yield np.flatnonzero(marks[start : start + _PIECE]) + start
 
 
 class UlpCtxDecoder(StoredBlocks):
@@ -136,10 +179,12 @@ class UlpCtxDecoder(StoredBlocks):
         with self.open(number, length) as (reader, count):
             form = reader.take(1)[0] if count else _AS_ULP
             if form == _AS_ULP:
-                return decode_ulp(reader, count, length, dtype).steps
+                return steps_of_ulp(reader, count, length, dtype)
             layout = _read_layout(reader, form, count, length, dtype)
             steps = _read_steps(reader, layout, element_bytes(dtype))
-            _read_sets(reader, layout)
+            for n, total in zip(layout.counts, layout.totals, strict=True):
+                for _ in _stored(reader, n, total):
+                    pass
             return steps
 
     def block(self, number: int, base: Bits) -> SteppedBits:
@@ -150,10 +195,7 @@ class UlpCtxDecoder(StoredBlocks):
                 return decode_ulp(reader, count, base.size, dtype)
             layout = _read_layout(reader, form, count, base.size, dtype)
             steps = _read_steps(reader, layout, element_bytes(dtype))
-            positions, order = _read_positions(reader, layout, base)
-        down = np.unpackbits(steps.down, count=count, bitorder="little").take(order)
-        in_order = SplitSteps(np.packbits(down, bitorder="little"), steps.beyond.take(order))
-        return SteppedBits(positions, in_order, dtype)
+            return _stepped(_read_ranks(reader, layout), steps, layout, base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +212,7 @@ def _read_layout(reader: Reader, form: int, count: int, length: int, dtype: str)
         raise Undecodable(f"a block of form {form} in a tensor of {dtype}")
     active = np.ones(-(-length // SEGMENT), np.uint8)
     if form == _WITHOUT_SILENT:
-        active[_decode_set(reader, read_leb128(reader), active.size)] = 0
+        active[_read_marks(reader, read_leb128(reader), active.size)] = 0
     borders = [read_leb128(reader) for _ in range(_number_below(reader, MOST_CLASSES))]
     if not all(a < b for a, b in pairwise([0, *borders, FLOATS[dtype].highest + 1])):
         raise Undecodable(f"the classes' borders do not rise: {borders}"[:200])
@@ -199,28 +241,37 @@ def _read_steps(reader: Reader, layout: _Layout, width: int) -> SplitSteps:
     """Class after class."""
     count = sum(layout.counts)
     down = packed_bits(reader, count)
-    limit = (1 << (8 * width - 1)) - 1  # a step goes half way round at most
     beyond = np.zeros(count, f"<u{width}")
     end = 0
     for n in layout.counts:
         start, end = end, end + n
         if n:
-            longer = _decode_set(reader, read_leb128(reader), n)
-            lengths = golomb.decode(reader, longer.size, limit)
-            beyond[start:end][longer] = lengths + np.uint64(1)
+            number = read_leb128(reader)
+            longer = _read_marks(reader, number, n)
+            golomb.decode(reader, beyond[start : start + number], longest(width))
+            spread(beyond[start:end], longer)
     return SplitSteps(down, beyond)
 
 
-def _read_sets(reader: Reader, layout: _Layout) -> Ranks:
-    """The ranks of the changed elements in their classes, class after class."""
-    pairs = zip(layout.counts, layout.totals, strict=True)
-    return np.concatenate([_decode_set(reader, n, total) for n, total in pairs]).astype(np.uint32)
+def _read_ranks(reader: Reader, layout: _Layout) -> Places:
+    """Which elements of their classes change, class after class."""
+    ranks = np.empty(sum(layout.counts), np.uint32)
+    end = 0
+    for n, total in zip(layout.counts, layout.totals, strict=True):
+        start, end = end, end + n
+        _read_members(reader, total, ranks[start:end])
+    return ranks
 
 
-def _read_positions(reader: Reader, layout: _Layout, base: Bits) -> tuple[Positions, Positions]:
-    """Positions, rising, and each one's place class after class."""
-    ranks = _read_sets(reader, layout)
-    positions, order = layout.classes.select(base, ranks, np.array(layout.counts))
-    if positions.size != ranks.size:
+def _stepped(ranks: Places, steps: SplitSteps, layout: _Layout, base: Bits) -> SteppedBits:
+    """The changes, by position where they are not too many for a copy of them to be made: so they
+    are quicker to use. ``ranks`` become the positions."""
+    dtype, counts = layout.classes.dtype, np.array(layout.counts)
+    order = np.empty(ranks.size, np.uint32) if ranks.size <= _FEW else None
+    if layout.classes.select(base, ranks, counts, order) != ranks.size:
         raise Undecodable("the classes have other elements than were counted: another base")
-    return positions, order
+    if order is None:
+        return SteppedBits(Runs(ranks, counts), steps, dtype)
+    down = np.unpackbits(steps.down, count=ranks.size, bitorder="little").take(order)
+    in_order = SplitSteps(np.packbits(down, bitorder="little"), steps.beyond.take(order))
+    return SteppedBits(Runs.one(ranks.take(order)), in_order, dtype)

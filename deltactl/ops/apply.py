@@ -17,8 +17,8 @@ from deltactl.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from deltactl.checkpoint.hf_directory import TORCH_SUFFIXES
 from deltactl.checkpoint.state import state_of
 from deltactl.codec import encoding_named
-from deltactl.codec.base import BLOCK, Decoder
-from deltactl.codec.bits import Bits, Bytes, touch_sum
+from deltactl.codec.base import BLOCK, Decoder, touch_sum_of
+from deltactl.codec.bits import Bits, Bytes
 from deltactl.codec.room import room_for
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, UsageError
 from deltactl.core.progress import Progress, silent
@@ -254,10 +254,7 @@ def _touch_sum(bits: Bits, decoder: Decoder) -> int:
     for start in range(0, bits.size, BLOCK):
         block = bits[start : start + BLOCK]
         with room_for(decoder.count_in(start // BLOCK)):
-            positions = decoder.block(start // BLOCK, block).positions
-            if positions.size:
-                total += touch_sum(positions, block.take(positions), start)
-            del positions
+            total += touch_sum_of(decoder.block(start // BLOCK, block), block, start)
     return total % (1 << 64)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deltactl.checkpoint.checkpoint import Checkpoint
-from deltactl.codec.base import BlockChanges, span
+from deltactl.codec.base import BlockChanges
 from deltactl.codec.bits import Bits, Positions, touch_sum
 from deltactl.core.digest import hasher
 from deltactl.core.errors import DeltactlError, difference
@@ -143,8 +143,7 @@ class _Watch:
         self, number: int, changes: BlockChanges, index: int, start: int, chunk: Bits
     ) -> None:
         """See Watch."""
-        first, end = span(changes.positions, start, chunk.size)
-        self._positions = changes.positions[first:end]
+        self._positions = changes.within(start, chunk.size)
         self._bits = chunk.take(self._positions - start)
         self._seen[number].old_sum += touch_sum(self._positions, self._bits, index)
 

@@ -27,8 +27,9 @@ def decode_all(base: Checkpoint, delta: Delta) -> int:
 
 def _decode(stack: Stack) -> int:
     decoder, bits = stack.layers[0].decoder, elements(stack.data, stack.dtype)
-    blocks = ((n, bits[n * BLOCK : (n + 1) * BLOCK]) for n in decoder.numbers())
-    return sum(decoder.block(number, block).positions.size for number, block in blocks)
+    for number in decoder.numbers():
+        decoder.block(number, bits[number * BLOCK : (number + 1) * BLOCK])
+    return decoder.count
 
 
 def apply_in_memory(

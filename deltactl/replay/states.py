@@ -86,6 +86,7 @@ class Stack:
         self, number: int, block: Bits, watch: LayerWatch | None
     ) -> Iterator[tuple[int, Bits]]:
         """Where each chunk begins in the block, and its final elements."""
+        size = CHUNK // block.itemsize
         counts = [layer.decoder.count_in(number) for layer in self.layers]
         # Some layers are decoded by the block that the last one left, and many large ones are not
         # to be held at once.
@@ -95,7 +96,9 @@ class Stack:
             for layer, count in zip(self.layers, counts, strict=True):
                 with room_for(count):
                     changes = layer.decoder.block(number, whole)
-                    _put_watched(watch, layer.number, changes, number, 0, whole)
+                    for at in range(0, whole.size, size):
+                        piece = whole[at : at + size]
+                        _put_watched(watch, layer.number, changes, number, at, piece)
                     del changes
             yield 0, whole
             return

@@ -169,6 +169,13 @@ def test_whole_deltas_of_many_small_blocks(
 # Streams of integers.
 
 
+def integers_of(reader: Reader, count: int) -> Bits:
+    """The next stream's values, whatever they are."""
+    values = np.empty(count, np.uint64)
+    integers.decode(reader, values)
+    return values
+
+
 @pytest.mark.usefixtures("loops")
 @pytest.mark.parametrize("kind", ["<u1", "<u2", "<u4", "<u8"])
 @given(data=st.data())
@@ -181,9 +188,12 @@ def test_integers_come_back(kind: str, data: st.DataObject) -> None:
     values = np.tile(values, data.draw(st.sampled_from([1, 1, 100])))
     coded = integers.encode(values)
     reader = integers.Reader(memoryview(coded + b"more"))
-    found = integers.decode(reader, values.size)
+    found = integers_of(reader, values.size)
     assert reader.at == len(coded)
     assert np.array_equal(found, values.astype("<u8"))
+    same = np.empty_like(values)  # as wide as they need be
+    integers.decode(integers.Reader(memoryview(coded)), same, 1 << bits)
+    assert np.array_equal(same, values)
 
 
 # Which encoding.
@@ -576,17 +586,17 @@ def test_a_frame_is_refused_by_what_it_says_before_it_is_opened(
 ) -> None:
     """Also one without its size that holds just as many: nothing bounds what another would take."""
     sound = b"\0" + u32(len(frame(1000))) + frame(1000)
-    assert not integers.decode(Reader(memoryview(sound)), 1000).any()
+    assert not integers_of(Reader(memoryview(sound)), 1000).any()
     monkeypatch.setattr(integers._coder, "decompress", lambda *_, **__: pytest.fail("opened"))
     with pytest.raises(Undecodable):
-        integers.decode(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
+        integers_of(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
 
 
 @pytest.mark.parametrize("more", [b"\0", frame(0), frame(1000)])
 def test_bytes_after_a_frame_are_refused(more: bytes) -> None:
     coded = frame(1000) + more
     with pytest.raises(Undecodable):
-        integers.decode(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
+        integers_of(Reader(memoryview(b"\0" + u32(len(coded)) + coded)), 1000)
 
 
 def test_a_frame_that_holds_another_number_than_it_says_is_refused() -> None:
@@ -595,7 +605,7 @@ def test_a_frame_that_holds_another_number_than_it_says_is_refused() -> None:
     lies = sound[:at] + (1001 - 256).to_bytes(2, "little") + sound[at + 2 :]
     assert zstandard.frame_content_size(lies) == 1001
     with pytest.raises(Undecodable):
-        integers.decode(Reader(memoryview(b"\0" + u32(len(lies)) + lies)), 1001)
+        integers_of(Reader(memoryview(b"\0" + u32(len(lies)) + lies)), 1001)
 
 
 PADDED = {
@@ -606,13 +616,13 @@ PADDED = {
 
 @pytest.mark.parametrize(("count", "good"), PADDED.values(), ids=PADDED)
 def test_bits_that_fill_up_a_plane_are_zero(count: int, good: bytes) -> None:
-    assert not integers.decode(Reader(memoryview(good)), count).any()
+    assert not integers_of(Reader(memoryview(good)), count).any()
     at = 2 * good[0]  # the last plane's second byte holds one bit
     for bit in range(1, 8):
         bad = bytearray(good)
         bad[at] |= 1 << bit
         with pytest.raises(Undecodable, match="padding"):
-            integers.decode(Reader(memoryview(bytes(bad))), count)
+            integers_of(Reader(memoryview(bytes(bad))), count)
 
 
 @pytest.mark.parametrize("case", HOSTILE_BLOCKS)

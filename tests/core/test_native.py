@@ -10,6 +10,7 @@ import pytest
 
 from deltactl.codec import bits, integers
 from deltactl.codec.bits import (
+    Runs,
     SplitSteps,
     changes_between,
     split_steps,
@@ -199,8 +200,7 @@ def test_take_steps(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def moved(part: Bits, start: int, at: Array, steps: SplitSteps, dtype: str) -> Bits:
     """A part of a tensor, from ``start`` on, after the steps that lie in it."""
-    first, end = np.searchsorted(at, (start, start + part.size))
-    take_split_steps(part, start, at, steps, (int(first), int(end)), dtype)
+    take_split_steps(part, start, Runs.one(at.astype(np.uint32)), steps, dtype)
     return part
 
 
@@ -247,6 +247,7 @@ def test_join_of_wide_values(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [*LENGTHS, 1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_ranks_and_select(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltactl.codec.classes._PIECE", 2048)
     random = np.random.default_rng(size)
     found = unaligned(elements(dtype, size))
     active = (random.random(-(-size // 1024)) < 0.7).astype(np.uint8)
@@ -262,10 +263,20 @@ def test_ranks_and_select(dtype: str, size: int, monkeypatch: pytest.MonkeyPatch
             ranks, order, counts, totals = ours
             assert np.all(counts <= totals)
             assert totals.sum() == is_active.sum()
-            again = both(monkeypatch, lambda c=classes, r=ranks, n=counts: c.select(found, r, n))
+            again = both(monkeypatch, lambda c=classes, r=ranks, n=counts: places(c, found, r, n))
             assert same(*again)
-            assert np.array_equal(again[0][0], at)
-            assert np.array_equal(order[again[0][1]], np.arange(at.size))
+            assert np.array_equal(again[0][0], at[order])
+            assert np.array_equal(again[0][0][again[0][1]], at)
+
+
+def places(classes: Classes, bits: Bits, ranks: Array, counts: Array) -> tuple[Array, Array]:
+    """What ``select`` makes of a copy of ranks, all of which are there; and their order."""
+    found, order = ranks.copy(), np.empty_like(ranks)
+    assert classes.select(bits, found, counts, order) == ranks.size
+    again = ranks.copy()
+    assert classes.select(bits, again, counts) == ranks.size
+    assert np.array_equal(found, again)
+    return found, order
 
 
 # Live weights.

@@ -11,12 +11,15 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from deltactl.codec.base import BLOCK
+from deltactl.codec.golomb import leb128
+from deltactl.core.dtypes import nbytes_of
 from tests.support.chains import make_delta
 from tests.support.checkpoints import Spec, write_safetensors
 from tests.support.lies import Header, rewrite, rows, set_rows
@@ -68,51 +71,87 @@ def nested(count: int) -> bytes:
     return level(count, b"\xff") * 15 + level(count, b"\1")
 
 
+@dataclass(frozen=True)
+class Bomb:
+    """A block of BLOCK changes, as many times as there are blocks; ``sound``: that it is one."""
+
+    block: bytes
+    dtype: str = "BF16"
+    encoding: str = "ulp"
+    blocks: int = 1
+    sound: bool = False
+    bound: int = BOUND
+
+
 DOWN = bytes(BLOCK // 8)
-BLOCKS = {
-    "gaps in gaps": nested(BLOCK),
-    "gaps without end": level(BLOCK, b"\xff") * 40,
-    "every element by one": level(BLOCK, b"\0") + DOWN + u32(0) + b"left over",
+EVERY = level(BLOCK, b"\0") + DOWN  # each element changes
+LONG = EVERY + u32(BLOCK) + level(BLOCK, b"\0") + level(BLOCK, b"\1")
+LEFT = b"left over"
+IN_ONE_CLASS = b"\1" + leb128(0) + DOWN  # and of the set of all of them nothing is stored
+ONES = leb128(1) + leb128(0) + b"\xff" * (BLOCK // 8)
+BOMBS = {
+    "gaps in gaps": Bomb(nested(BLOCK)),
+    "gaps without end": Bomb(level(BLOCK, b"\xff") * 40),
+    "every element by one": Bomb(EVERY + u32(0) + LEFT),
+    "every element by one, told at the end": Bomb(EVERY + u32(0), sound=True),
+    "every element by three": Bomb(LONG + LEFT),
+    "every element by three, told at the end": Bomb(LONG, sound=True),
+    "by three, F32": Bomb(LONG + LEFT, "F32"),
+    "by three, F64": Bomb(LONG + LEFT, "F64"),
+    "longer in longer": Bomb(
+        EVERY + u32(BLOCK) + level(BLOCK, b"\0") + nested(BLOCK), "F64", sound=True, bound=2 * BOUND
+    ),
+    # A step takes as much as an element, eight bytes.
+    "by three, F64, told at the end": Bomb(LONG, "F64", sound=True, bound=2 * BOUND),
+    "three blocks": Bomb(LONG, blocks=3, sound=True),
+    "a class of all": Bomb(IN_ONE_CLASS + leb128(0) + LEFT, encoding="ulp_ctx"),
+    "a class of all, by two": Bomb(IN_ONE_CLASS + leb128(BLOCK) + ONES + LEFT, encoding="ulp_ctx"),
+    "by two, told at the end": Bomb(
+        IN_ONE_CLASS + leb128(BLOCK) + ONES, encoding="ulp_ctx", sound=True
+    ),
+    "a class of all, F32": Bomb(IN_ONE_CLASS + leb128(BLOCK) + ONES + LEFT, "F32", "ulp_ctx"),
 }
 
 
-def bomb(path: Path, block: bytes) -> Path:
-    """A delta whose one block is that, of a tensor of zeros."""
-    before: dict[str, Spec] = {"w": ("BF16", (BLOCK,), bytes(2 * BLOCK))}
-    after: dict[str, Spec] = {"w": ("BF16", (BLOCK,), b"\1" + bytes(2 * BLOCK - 1))}
-    made = make_delta(path, before, after)
-    body = u32(BLOCK) + u32(len(block)) + block
+def made(path: Path, bomb: Bomb) -> tuple[Path, Path]:
+    """A delta of such blocks, and the base that it names, of zeros."""
+    count = bomb.blocks * BLOCK
+    zeros = bytes(nbytes_of(bomb.dtype, (count,)))
+    before: dict[str, Spec] = {"w": (bomb.dtype, (count,), zeros)}
+    after: dict[str, Spec] = {"w": (bomb.dtype, (count,), b"\1" + zeros[1:])}
+    delta = make_delta(path, before, after, encoding=bomb.encoding)
+    body = (u32(BLOCK) + u32(len(bomb.block))) * bomb.blocks + bomb.block * bomb.blocks
 
     def change(header: Header, payload: bytearray) -> None:
         payload[:] = body
-        header["w.ulp"] |= {"shape": [len(body)], "data_offsets": [0, len(body)]}
+        header[f"w.{bomb.encoding}"] |= {"shape": [len(body)], "data_offsets": [0, len(body)]}
         table = rows(header)
-        table[0]["changed"] = BLOCK
+        table[0]["changed"] = count
         set_rows(header, table)
-        told = {"total_changed_elements": str(BLOCK), "sparsity": "0.0"}
+        told = {"total_changed_elements": str(count), "sparsity": "0.0"}
         header["__metadata__"] |= told
 
-    rewrite(made, change)
-    return made
+    rewrite(delta, change)
+    return delta, write_safetensors(path.with_name("base.safetensors"), before)
 
 
-@pytest.mark.parametrize("case", BLOCKS)
-def test_a_delta_that_claims_a_block_of_changes(tmp_path: Path, case: str) -> None:
+@pytest.mark.parametrize("case", BOMBS)
+def test_a_delta_that_claims_blocks_of_changes(tmp_path: Path, case: str) -> None:
     """The first took 3.3 GB, in a file of 6 kB."""
-    base = {"w": ("BF16", (BLOCK,), bytes(2 * BLOCK))}
-    place = write_safetensors(tmp_path / "base.safetensors", base)
+    bomb = BOMBS[case]
     small: dict[str, Spec] = {"w": ("BF16", (4,), bytes(8))}
     sound = make_delta(tmp_path / "s.safetensors", small, {"w": ("BF16", (4,), b"\1" * 8)})
-    delta = bomb(tmp_path / "bomb.safetensors", BLOCKS[case])
+    delta, base = made(tmp_path / "bomb.safetensors", bomb)
     _, least = peak("verify", sound)
-    for arguments, inputs in (
-        (("verify", delta), [delta]),
-        (("apply", delta, place, "-o", tmp_path / "out.safetensors"), [delta, place]),
+    for arguments, inputs, refused in (
+        (("verify", delta), [delta], not bomb.sound),
+        (("stats", delta), [delta], not bomb.sound),
+        (("apply", delta, base, "-o", tmp_path / "out.safetensors"), [delta, base], True),
     ):
         code, size = peak(*arguments)
-        assert code == 3
+        assert code in ((3, 11) if refused else (0,))
         above = size - least - sum(path.stat().st_size for path in inputs) // 1000
-        assert above < BOUND
+        assert above < bomb.bound
     assert not (tmp_path / "out.safetensors").exists()
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from deltactl.codec import absolute
+from deltactl.codec import absolute, base, bits, golomb, integers, ulp, ulp_ctx
 from tests.support.checkpoints import BITS
 
 Bits = npt.NDArray[np.unsignedinteger]
@@ -95,7 +95,8 @@ def _positions(
 
 @contextmanager
 def small_blocks(size: int, chunk: int = 1 << 20) -> Iterator[None]:
-    """Make all of the library cut tensors into blocks of ``size`` elements.
+    """Make all of the library cut tensors into blocks of ``size`` elements, and look at as few of
+    them together as can be.
 
     ``chunk``: indices that the absolute encodings look at together.
     """
@@ -105,6 +106,7 @@ def small_blocks(size: int, chunk: int = 1 << 20) -> Iterator[None]:
         if name.startswith("deltactl.") and hasattr(module, "BLOCK")
     ]
     places = [(module, "BLOCK", size) for module in modules] + [(absolute, "_CHUNK", chunk)]
+    places += [(module, "_PIECE", 16) for module in (base, bits, golomb, integers, ulp, ulp_ctx)]
     before = [getattr(module, name) for module, name, _ in places]
     try:
         for module, name, value in places:

@@ -39,17 +39,27 @@ def encoded(
 
 
 def decoded(decoder: Decoder, old: Bits, block: int = BLOCK) -> Bits:
-    """The tensor after the changes; every block is asked for, twice, and in no order."""
+    """The tensor after the changes; every block is asked for, twice, and in no order, in each of
+    the ways that it can be."""
     new = old.copy()
     starts = list(range(0, old.size, block))
     Random(1).shuffle(starts)
     for start in starts * 2:
         base = old[start : start + block]
         changes = decoder.block(start // block, base)
-        assert changes.positions.dtype == np.int64
-        assert np.all(np.diff(changes.positions) > 0)
+        at = changes.positions
+        assert at.dtype == np.int64
+        assert np.all(np.diff(at) > 0)
+        half = base.size // 2
+        parts = [changes.within(0, half), changes.within(half, base.size - half)]
+        assert np.array_equal(np.concatenate([np.sort(part) for part in parts]), at)
+        new[start : start + block] = base
+        new[start : start + block][at] = changes.new_bits(base.take(at))
+        as_bits = new[start : start + block].copy()
         new[start : start + block] = base
         # In parts, the last of which is empty or short.
-        for at in range(0, base.size + 1, max(1, base.size // 3)):
-            changes.put(new[start + at : start + min(at + max(1, base.size // 3), base.size)], at)
+        size = max(1, base.size // 3)
+        for first in range(0, base.size + 1, size):
+            changes.put(new[start + first : start + min(first + size, base.size)], first)
+        assert np.array_equal(new[start : start + block], as_bits)
     return new

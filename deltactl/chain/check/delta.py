@@ -13,6 +13,7 @@ from deltactl.codec.absolute import NewBits
 from deltactl.codec.base import BLOCK, unseen
 from deltactl.codec.bits import touch_sum
 from deltactl.codec.room import room_for
+from deltactl.codec.ulp import UlpDecoder
 from deltactl.codec.ulp_ctx import UlpCtxDecoder
 from deltactl.core.digest import digest_of
 from deltactl.core.errors import DeltactlError, Malformed, difference
@@ -58,7 +59,7 @@ def _new_sum(delta: Delta, record: Record) -> int | None:
     for number in decoder.numbers():
         length = min(BLOCK, record.elements - number * BLOCK)
         with room_for(decoder.count_in(number)):
-            if isinstance(decoder, UlpCtxDecoder):
+            if isinstance(decoder, UlpDecoder | UlpCtxDecoder):
                 decoder.steps(number, length)
                 continue
             changes = decoder.block(number, unseen(record.dtype, length))

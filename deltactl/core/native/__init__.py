@@ -17,7 +17,7 @@ import numpy.typing as npt
 LIBRARY = "kernel.shared"
 """The file beside this one that .ci/build_hook.py compiles from kernel.c; not a name to import."""
 
-_VERSION = 4  # of the functions' signatures: as deltactl_kernel_version in kernel.c
+_VERSION = 5  # of the functions' signatures: as deltactl_kernel_version in kernel.c
 _WIDTHS = (1, 2, 4, 8)
 
 Array = npt.NDArray[Any]
@@ -41,14 +41,14 @@ class Kernel:
         self._touch_sum = _by_width(library, "touch_sum", _U64, (p, p, _COUNT, _U64))
         self._steps = _by_width(library, "steps", _COUNT, (p, p, _COUNT, _INT, p, p, p))
         self._take_steps = _by_width(
-            library, "take_steps", None, (p, _COUNT, p, p, p, _COUNT, _COUNT, _INT)
+            library, "take_steps", None, (p, _COUNT, _COUNT, p, p, _COUNT, p, p, _INT)
         )
         self._gaps = _function(library, "gaps", None, (p, _COUNT, p))
         self._split = _function(library, "split", _COUNT, (p, _COUNT, _INT, p, p))
         self._join = _function(library, "join", None, (p, p, _COUNT, _INT, p))
         scan = (p, _COUNT, _INT, _U32, p, p, _INT)
         self._ranks = _by_width(library, "class_ranks", None, (*scan, p, _COUNT, p, p, p))
-        self._select = _by_width(library, "class_select", _COUNT, (*scan, p, p, p, p))
+        self._select = _by_width(library, "class_select", _COUNT, (*scan, p, p, p))
         self._holds = _function(library, "holds", _INT, (p, _COUNT))
         self._put = _function(library, "put", _INT, (p, _COUNT))
         self._take = _function(library, "take", _INT, (p, _COUNT))
@@ -87,17 +87,18 @@ class Kernel:
         self,
         elements: Array,
         start: int,
-        positions: Array,
+        places: Array,
+        runs: Array,
         down: Array,
         beyond: Array,
-        span: tuple[int, int],
         sign_magnitude: bool,
     ) -> None:
-        """Take the steps, as ``steps`` gives them, whose places are in ``span``, in place at
-        ``positions`` less ``start`` of the elements."""
+        """Take the steps, as ``steps`` gives them, at those ``places``, u32, in runs of so many
+        that rise, int64, that are among the elements from ``start`` on, in place."""
         self._take_steps[elements.itemsize](
-            *_at(elements), start, *_at(positions, down, beyond), *span, sign_magnitude
-        )
+            *_at(elements), start, elements.size, *_at(places, runs), runs.size,
+            *_at(down, beyond), sign_magnitude,
+        )  # fmt: skip
 
     def gaps(self, positions: Array) -> Array:
         """Gaps between rising positions, u32."""
@@ -129,13 +130,14 @@ class Kernel:
         )
         return ranks, classes, totals
 
-    def class_select(self, scan: ClassScan, ranks: Array, starts: Array) -> tuple[Array, Array]:
-        """Positions of the elements with given ranks, and each one's place among ``ranks``."""
-        positions, order = np.empty(ranks.size, np.int64), np.empty(ranks.size, np.int64)
-        found: int = self._select[scan.width](
-            *scan.arguments, *_at(ranks, starts, positions, order)
-        )
-        return positions[:found], order[:found]
+    def class_select(
+        self, scan: ClassScan, ranks: Array, starts: Array, order: Array | None
+    ) -> int:
+        """Make ranks, u32, the positions of the elements that have them; how many were found.
+        ``order``, u32: gets their places in ``ranks`` by rising position."""
+        places = (None,) if order is None else _at(order)
+        found: int = self._select[scan.width](*scan.arguments, *_at(ranks, starts), *places)
+        return found
 
     def holds(self, rows: Array) -> bool:
         """Whether the elements at the positions of every row are its bits.

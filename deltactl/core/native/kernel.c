@@ -23,7 +23,7 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) u64;
 typedef uint8_t u8;
 
 /* Raised whenever a signature changes: an old build beside new code is not used. */
-int deltactl_kernel_version(void) { return 4; }
+int deltactl_kernel_version(void) { return 5; }
 
 static inline uint64_t mix64(uint64_t index, uint64_t bits) {
     uint64_t z = index * 0x9E3779B97F4A7C15u + bits;
@@ -160,19 +160,38 @@ STEPS(2, u16)
 STEPS(4, u32)
 STEPS(8, u64)
 
-/* Take steps, apart as above, from the `first`-th up to the `end`-th, at `positions` less `start` of
- * `elements`, in place. */
+/* The first of rising places that is not below `limit`. */
+static inline int64_t first_from(const uint32_t *places, int64_t n, int64_t limit) {
+    int64_t first = 0;
+    while (n > 0) {
+        int64_t half = n / 2;
+        if (places[first + half] < limit) {
+            first += half + 1;
+            n -= half + 1;
+        } else {
+            n = half;
+        }
+    }
+    return first;
+}
+
+/* Take steps, apart as above, at those of `places` that lie among the n elements from `start` on, in
+ * place. Places come in runs that each rise, as many in each as `runs` says. */
 #define TAKE(W, T)                                                                                 \
-    void deltactl_take_steps_##W(T *elements, int64_t start, const int64_t *positions,             \
-                                 const u8 *down, const T *beyond, int64_t first, int64_t end,      \
-                                 int sign_magnitude) {                                             \
+    void deltactl_take_steps_##W(T *elements, int64_t start, int64_t n, const uint32_t *places,    \
+                                 const int64_t *runs, int64_t count, const u8 *down,               \
+                                 const T *beyond, int sign_magnitude) {                            \
         const T is_float = (T)(0 - (T)(sign_magnitude != 0));                                      \
-        for (int64_t i = first; i < end; i++) {                                                    \
-            T *at = elements + (positions[i] - start);                                             \
-            T far = (T)(beyond[i] + 1), is_down = (T)((down[i >> 3] >> (i & 7)) & 1);              \
-            T step = (T)((T)(far ^ (T)(0 - is_down)) + is_down);                                   \
-            T order = (T)(ORDERED(W, T, *at, is_float) + step);                                    \
-            *at = UNORDERED(W, T, order, is_float);                                                \
+        int64_t run = 0;                                                                           \
+        for (int64_t k = 0; k < count; run += runs[k++]) {                                         \
+            int64_t end = run + runs[k], i = run + first_from(places + run, runs[k], start);       \
+            for (; i < end && places[i] < start + n; i++) {                                        \
+                T *at = elements + ((int64_t)places[i] - start);                                   \
+                T far = (T)(beyond[i] + 1), is_down = (T)((down[i >> 3] >> (i & 7)) & 1);          \
+                T step = (T)((T)(far ^ (T)(0 - is_down)) + is_down);                               \
+                T order = (T)(ORDERED(W, T, *at, is_float) + step);                                \
+                *at = UNORDERED(W, T, order, is_float);                                            \
+            }                                                                                      \
         }                                                                                          \
     }
 TAKE(1, u8)
@@ -266,14 +285,14 @@ RANKS(2, u16)
 RANKS(4, u32)
 RANKS(8, u64)
 
-/* The inverse: positions of the elements with the ranks given, class after class: those of class k
- * are ranks[starts[k]] up to starts[k + 1], rising. `positions` and `order` (the place among
- * `ranks`) come in order of position. Returns how many were found. */
+/* The inverse: the ranks given, class after class, become the positions of the elements that have
+ * them. Those of class k are ranks[starts[k]] up to starts[k + 1], rising. `order`, unless it is
+ * NULL, holds as many, and gets the places in `ranks` of what was found by rising position. Returns
+ * how many elements were found. */
 #define SELECT(W, T)                                                                               \
     int64_t deltactl_class_select_##W(const T *bits, int64_t n, int shift, uint32_t mask,          \
                                       const u8 *class_of, const u8 *active, int segment_shift,     \
-                                      const uint32_t *ranks, const int64_t *starts,                \
-                                      int64_t *positions, int64_t *order) {                        \
+                                      uint32_t *ranks, const int64_t *starts, uint32_t *order) {   \
         uint32_t left[256];                                                                        \
         int64_t at[256], found = 0;                                                                \
         for (int k = 0; k < 256; k++) {                                                            \
@@ -287,10 +306,11 @@ RANKS(8, u64)
             for (int64_t i = from; i < to; i++) {                                                  \
                 u8 k = class_of[(uint32_t)(bits[i] >> shift) & mask];                              \
                 if (left[k]--) continue;                                                           \
-                positions[found] = i;                                                              \
-                order[found++] = at[k]++;                                                          \
-                left[k] = at[k] < starts[k + 1] ? ranks[at[k]] - ranks[at[k] - 1] - 1              \
-                                                : UINT32_MAX;                                      \
+                uint32_t rank = ranks[at[k]];                                                      \
+                if (order) order[found] = (uint32_t)at[k];                                         \
+                ranks[at[k]++] = (uint32_t)i;                                                      \
+                found++;                                                                           \
+                left[k] = at[k] < starts[k + 1] ? ranks[at[k]] - rank - 1 : UINT32_MAX;            \
             }                                                                                      \
         }                                                                                          \
         return found;                                                                              \

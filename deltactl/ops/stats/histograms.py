@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltactl.codec.bits import Bits, Steps
+from deltactl.codec.bits import Bits, SplitSteps, Steps
 from deltactl.core.dtypes import FLOATS
 
 _BINS = 64
@@ -32,6 +32,11 @@ class StepCounts:
         bins = np.searchsorted(_EDGES, length)
         bins[moved < 0] += _BINS
         self._counts += np.bincount(bins, minlength=2 * _BINS).reshape(2, _BINS)
+
+    def add_all(self, steps: SplitSteps) -> None:
+        """Count steps that are not joined, some at a time."""
+        for piece in steps.pieces():
+            self.add(piece)
 
     def add_flips(self, before: Bits, after: Bits) -> None:
         """Count the elements, shape (n,), whose top bit, the sign, differs."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from deltactl.codec import ENCODINGS
-from deltactl.codec.base import BLOCK
+from deltactl.codec.base import BLOCK, Decoder, unseen
+from deltactl.codec.bits import Bits, Positions
 from deltactl.codec.room import room_for
-from deltactl.codec.ulp import SteppedBits
+from deltactl.codec.ulp import UlpDecoder
 from deltactl.codec.ulp_ctx import UlpCtxDecoder
 from deltactl.core.dtypes import FLOATS
 from deltactl.core.progress import Meter, Progress, silent
@@ -28,6 +30,7 @@ from deltactl.ops.stats.measured import (
 )
 from deltactl.ops.stats.report import Stats, Status, TensorStats
 
+_PIECE = 1 << 19  # positions looked at together
 _MOST_ELEMENTS = 1 << 48  # bounds the indices of a delta that does not say its tensors' sizes
 
 
@@ -101,15 +104,13 @@ def _measure_sparse(delta: Delta, record: Record, row: TensorStats) -> Measured:
         start = number * BLOCK
         length = min(BLOCK, limit - start)
         with room_for(decoder.count_in(number)):
-            if isinstance(decoder, UlpCtxDecoder):
+            if isinstance(decoder, UlpDecoder | UlpCtxDecoder):
+                found = decoder.steps(number, length)
                 if dtype in FLOATS:
-                    steps.add(decoder.steps(number, length).joined())
-                continue
-            changes = decoder.block(number, np.empty(length, np.uint8))
-            if isinstance(changes, SteppedBits) and dtype in FLOATS:
-                steps.add(changes.steps.joined())
-            gaps.add(changes.positions, start)
-            del changes
+                    steps.add_all(found)
+                del found  # before the positions take as much
+            for at in _positions(decoder, number, unseen(dtype, length)):
+                gaps.add(at, start)
     sizes: dict[str, int | None] = dict.fromkeys(ENCODINGS)
     if decoder.needs_base:
         sizes["raw"] = raw_bytes(decoder.count, dtype, limit)
@@ -117,3 +118,13 @@ def _measure_sparse(delta: Delta, record: Record, row: TensorStats) -> Measured:
         sizes[name] = gaps.size(name, dtype, count)
     sizes[delta.header.encoding] = record.nbytes
     return Measured(row, sizes, steps)
+
+
+def _positions(decoder: Decoder, number: int, nothing: Bits) -> Iterator[Positions]:
+    """A block's positions, rising, some at a time; none where only its base tells them."""
+    if isinstance(decoder, UlpDecoder):
+        places = decoder.places(number, nothing.size)
+        for first in range(0, places.size, _PIECE):
+            yield places[first : first + _PIECE].astype(np.int64)
+    elif not decoder.needs_base:
+        yield decoder.block(number, nothing).positions

@@ -136,10 +136,11 @@ def merged_blocks(
         length = min(BLOCK, count - number * BLOCK)
         changes = _decode(layers, number, spec.dtype, length, base)
         start = number * BLOCK
-        united = _united([change.positions for change in changes])
+        positions = [change.positions for change in changes]
+        united = _united(positions)
         found = gather(united + start)
         if found is not None:
-            new = _follow(layers, changes, united, found, start)
+            new = _follow(layers, changes, positions, united, found, start)
             yield Merged(united + start, found, new)
 
 
@@ -178,22 +179,24 @@ def _united(positions: Sequence[Positions]) -> Positions:
 def _follow(
     layers: Sequence[Layer],
     changes: Sequence[BlockChanges],
+    positions: Sequence[Positions],
     united: Positions,
     found: Gathered,
     start: int,
 ) -> Bits:
-    """The bits at the united positions after all layers; ``start``: the block's first element."""
+    """The bits at the united positions after all layers, each of which changes ``positions``;
+    ``start``: the block's first element."""
     current = found.bits.copy()
-    for layer, change in zip(layers, changes, strict=True):
-        every = change.positions.size == united.size
-        at: slice | Positions = slice(None) if every else np.searchsorted(united, change.positions)
+    for layer, change, own in zip(layers, changes, positions, strict=True):
+        every = own.size == united.size
+        at: slice | Positions = slice(None) if every else np.searchsorted(united, own)
         before = current[at]
         after = change.new_bits(before)
         owned, held = found.owned[at], found.held[at]
-        sums = _sums(change.positions, before, after, owned, start)
+        sums = _sums(own, before, after, owned, start)
         layer.owned.add(*sums)
         if not np.array_equal(owned, held):
-            sums = _sums(change.positions, before, after, held, start)
+            sums = _sums(own, before, after, held, start)
         layer.held.add(*sums)
         current[at] = after
     return current
