@@ -114,6 +114,29 @@ def _audit(
     check_dtype(engine, specs_at(chain, chain.tip if step is None else step), server.url)
     states = chain.states()
     check_awake(engine, server.url)
+    engine = _identified(server, states, engine, stop)
+    if engine.doubt is not None:  # somebody may have loaded them since
+        engine = summed(server, stop)
+        _note(report, engine)
+    report.step, report.state = engine.step, engine.state
+    _check_state(server, chain, step, engine, states)
+    taken, engine = engine, summed(server, stop)
+    if engine.mapped is None:  # somebody has exchanged its parameters
+        engine = _identified(server, states, engine, stop)
+        engine = summed(server, stop)
+    if engine.audit is None:
+        raise engine.error or DeltactlError("the server could not look at its weights")
+    _note(report, engine)
+    if engine.state not in (None, taken.state):
+        report.step, report.state = engine.step, engine.state
+        raise _exchanged(server, chain, taken, engine)
+    _judge(server, chain, engine.audit, report)
+
+
+def _identified(
+    server: Server, states: dict[str, int], engine: EngineState, stop: threading.Event
+) -> EngineState:
+    """The server once it knows which step it serves and where its weights lie, if it can."""
     wait = Patience(server, stop)
     if engine.identity != "known" or engine.step is None:
         engine = server.engine("deltactl_identify", bucket_states=states)
@@ -122,16 +145,19 @@ def _audit(
             engine = server.engine("deltactl_state")
     if engine.mapped is None and engine.identity == "known":
         engine = server.engine("deltactl_map")
-    if engine.doubt is not None:  # somebody may have loaded them since
-        engine = summed(server, stop)
-        _note(report, engine)
-    report.step, report.state = engine.step, engine.state
-    _check_state(server, chain, step, engine, states)
-    engine = summed(server, stop)
-    if engine.audit is None:
-        raise engine.error or DeltactlError("the server could not look at its weights")
-    _note(report, engine)
-    _judge(server, chain, engine.audit, report)
+    return engine
+
+
+def _exchanged(server: Server, chain: Chain, taken: EngineState, live: EngineState) -> Conflict:
+    """Somebody else has loaded another state that the server knows, its directory's say."""
+    return Conflict(
+        "the server's live weights are another state than it was taken for",
+        file=server.url,
+        step=taken.step,
+        expected=f"state {taken.state}",
+        found=f"step {live.step}, state {live.state}",
+        hint=f"deltactl apply {quote(chain.url)}@{taken.step} --server {server.url}",
+    )
 
 
 def _check_state(

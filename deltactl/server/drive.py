@@ -25,6 +25,7 @@ _TRIES = 2  # of anything that fails
 _STAGINGS = 3  # an update, once more where the server has lost it, a repair
 _MOST = 20  # times that anything but a poll is done on one way: more is a circle
 _FIRST_POLL, _LONGEST_POLL = 0.01, 0.5  # seconds
+_UNASKED = "what was reloaded was not tried with a prompt, as the KV cache sleeps"
 
 _TO_REST = frozenset({Do.FINISH, Do.CLEAR, Do.RESUME, Do.ACKNOWLEDGE, Do.LABEL})
 """Where these fail there is nothing left to fall back on."""
@@ -174,6 +175,7 @@ class Drive:
         self.report.paused = seen.paused
         if seen.certain and not seen.paused:
             job.still = False
+        job.strange = job.strange or engine.doubt is not None
         if engine.identity == "failed" and job.going:
             job.error = engine.error or DeltactlError("the server could not identify its weights")
         if update is not None and update.id == job.id:
@@ -210,6 +212,8 @@ class Drive:
             report.how = "full" if update.full else "deltas"
             report.deltas = self._way.deltas if self._way else 0
             report.elements, report.reloaded = update.elements, update.reloaded
+            if update.unasked and _UNASKED not in report.notes:
+                report.notes.append(_UNASKED)
         repairable = not update.full and (not seen.engine.sound or self._mistook(update))
         if update.phase in UNWRITTEN and job.going and not repairable:
             job.error = update.error or DeltactlError("the server could not load the update")
@@ -274,9 +278,10 @@ class Drive:
         return seen
 
     def _sum(self, seen: Seen) -> Seen:
-        seen = replace(seen, engine=summed(self.server, self.job.stop), certain=False)
-        self.job.summed = seen.engine.mapped is not None
-        return seen
+        before, engine = seen.engine, summed(self.server, self.job.stop)
+        self.job.summed = engine.mapped is not None
+        self.job.strange = self.job.strange or engine.state != before.state
+        return replace(seen, engine=engine, certain=False)
 
     def _stage(self, seen: Seen) -> Seen:
         job, engine = self.job, seen.engine

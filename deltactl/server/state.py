@@ -25,7 +25,8 @@ class UpdateState:
 
     ``written``: whether any rank has written it; ``elements``: to write, or written; ``seconds``:
     of the slowest rank, by part; ``error``: of the first rank that has one; ``staged_bytes``: what
-    it takes in memory; ``worked_bytes``: of all work, which rise while it gets on.
+    it takes in memory; ``worked_bytes``: of all work, which rise while it gets on. ``unasked``:
+    whether a model of which tensors were reloaded could not be tried, as the KV cache sleeps.
     """
 
     id: str
@@ -40,6 +41,7 @@ class UpdateState:
     worked_bytes: int = 0
     seconds: Mapping[str, float] | None = None
     reloaded: tuple[str, ...] = ()
+    unasked: bool = False
     error: DeltactlError | None = None
 
 
@@ -241,6 +243,7 @@ def _update(ranks: Sequence[Mapping[str, Any]], url: str) -> tuple[UpdateState |
         worked_bytes=sum(_integer(row.get("worked_bytes")) or 0 for row in rows),
         seconds={part: max(_number(timing.get(part)) for timing in timings) for part in parts},
         reloaded=tuple(sorted({str(name) for row in rows for name in _list(row, "reloaded")})),
+        unasked=any(row.get("unasked") is True for row in rows),
         error=error or (None if whole else _unlike(url)),
     )
     return update, torn

@@ -70,9 +70,10 @@ class Job:
     somebody else's and stays. ``asked``: a pause was asked for; ``still``: and answered, so that
     nothing runs any more. ``cleared``: the caches, since the weights were written. ``named``: the
     server was told which step its state is. ``summed``: its live weights were, after the last that
-    was written to them, so that its word for them holds. ``mistaken``: they changed after that, so
-    that what was staged on them was refused. ``repaired``: all tensors were written. ``error``: why
-    it has given up.
+    was written to them, so that its word for them holds. ``strange``: others than it took them for
+    were live meanwhile, so that caches may hold what those made. ``mistaken``: they changed after
+    they were summed, so that what was staged on them was refused. ``repaired``: all tensors were
+    written. ``error``: why it has given up.
     """
 
     goal: Goal
@@ -86,6 +87,7 @@ class Job:
     cleared: bool = False
     named: bool = False
     summed: bool = False
+    strange: bool = False
     mistaken: bool = False
     repaired: bool = False
     error: DeltactlError | None = None
@@ -139,6 +141,8 @@ def decide(seen: Seen, job: Job) -> Do:
         return closer
     if job.there(seen) and engine.step != job.goal.step and not job.named:
         return Do.IDENTIFY
+    if job.there(seen) and job.strange and not (job.cleared or job.options.keep_cache):
+        return Do.CLEAR
     if job.there(seen):
         return Do.END if seen.label == str(job.goal.step) else Do.LABEL
     return Do.STAGE if job.going else Do.END

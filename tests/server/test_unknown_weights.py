@@ -92,6 +92,46 @@ def test_weights_that_were_loaded_from_the_directory_again_are_known(
     assert server.live == steps.states[3]
 
 
+def put_back(server: StandIn, steps: Steps) -> None:
+    """Reset, seen to be, and loaded from the directory again by another hand."""
+    reset(server)
+    assert audit(steps, None, server).error is not None
+    server.vllm.rpc("reload_weights", {})
+
+
+def loaded_again(server: StandIn, steps: Steps) -> None:
+    apply(steps, 3, server)
+    server.vllm.rpc("reload_weights", {})
+
+
+@pytest.mark.parametrize("by_another", [put_back, loaded_again])
+def test_caches_hold_nothing_of_the_weights_that_were_live_meanwhile(
+    by_another: Callable[[StandIn, Steps], None], start: Start, steps: Steps
+) -> None:
+    """Also where the step is live again before it is applied."""
+    server = start()
+    apply(steps, 1, server)
+    by_another(server, steps)
+    before = len(server.requests)
+    report = apply(steps, 1, server)
+    assert (report.error, report.how, server.live) == (None, None, steps.states[1])
+    assert "/reset_prefix_cache" in server.requests[before:]
+    before = len(server.requests)
+    apply(steps, 1, server)
+    assert "/reset_prefix_cache" not in server.requests[before:], "nobody has touched them since"
+
+
+def test_a_check_names_the_step_that_was_loaded_by_another_hand(start: Start, steps: Steps) -> None:
+    server = start()
+    apply(steps, 3, server)
+    server.vllm.rpc("reload_weights", {})
+    found = audit(steps, None, server)
+    assert isinstance(found.error, Conflict)
+    assert (found.step, found.state) == (1, steps.states[1])
+    assert found.error.found == f"step 1, state {steps.states[1]}"
+    assert found.error.hint == f"deltactl apply {steps.url}@3 --server {server.url}"
+
+
 def test_weights_that_were_loaded_from_elsewhere(start: Start, steps: Steps) -> None:
     server = start()
     apply(steps, 2, server)

@@ -152,6 +152,7 @@ def test_a_model_whose_cache_sleeps_is_not_asked() -> None:
     server.stage()
     assert server.seal() == all_of(server, "ready")
     assert server.commit() == all_of(server, "committed")
+    assert [state["update"]["unasked"] for state in server.states()] == [True, True]
 
 
 def test_a_model_that_cannot_be_asked_refuses_the_update() -> None:

@@ -54,7 +54,7 @@ class Update:
     def as_json(self) -> dict[str, Any]:
         """``update`` of the state."""
         empty = {"elements": 0, "bytes": 0, "fetched_bytes": 0, "worked_bytes": 0}
-        lists: dict[str, Any] = {"seconds": {}, "reloaded": [], "ignored": []}
+        lists: dict[str, Any] = {"seconds": {}, "reloaded": [], "ignored": [], "unasked": False}
         steps = {key: self.request.get(key) for key in ("from_step", "to_step")}
         told = {**empty, **lists, **self.told}
         head = {"id": self.id, "phase": self.phase, **steps, "full": self.full}

@@ -169,7 +169,7 @@ class Serving(Served):
             phase = mine.staged.judge(total)
             mine.sums_after = mine.staged.sums_after(self._known[0].sums, total)
             if phase == "ready" and mine.staged.reloaded and self._canary is not None:
-                self._sung(self._canary.before)
+                self._sung(mine, self._canary.before)
         except Exception as raised:  # on every rank alike
             mine.end("refused", wrapped(raised, "the sums could not be compared"))
             return
@@ -224,7 +224,7 @@ class Serving(Served):
             error = self._completed(update)
             least = self._peers.least(0 if error else 2)
         if least == 2 and staged.reloaded:
-            error = self._summed_again(update) or self._answered()
+            error = self._summed_again(update) or self._answered(update)
             least = 0 if error else 2  # on all ranks alike
         if least == 2:
             with self._lock:
@@ -250,18 +250,20 @@ class Serving(Served):
             return wrapped(raised, "the weights could not be written")
         return None
 
-    def _answered(self) -> DeltactlError | None:
+    def _answered(self, update: Update) -> DeltactlError | None:
         """Ask the model that has been reloaded; what is wrong with its answer."""
         try:
             if self._canary is not None:
-                self._sung(self._canary.after)
+                self._sung(update, self._canary.after)
         except Exception as raised:
             return wrapped(raised, "the model could not be asked")
         return None
 
-    def _sung(self, act: Callable[[], None]) -> None:
-        """Have the canary do it, unless the KV cache sleeps, which it needs."""
-        if CACHE not in self.asleep():
+    def _sung(self, update: Update, act: Callable[[], None]) -> None:
+        """Have the canary do it, unless the KV cache sleeps, which it needs; then that is told."""
+        if CACHE in self.asleep():
+            update.told["unasked"] = True
+        else:
             act()
 
     def _summed_again(self, update: Update) -> DeltactlError | None:

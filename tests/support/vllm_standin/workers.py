@@ -56,6 +56,7 @@ class Workers:
         self.first: tuple[str, dict[str, int]] | None = None  # the directory's state and sums
         self.steps: dict[str, int] = {}
         self.doubt: DeltactlError | None = None
+        self.taken: tuple[str | None, int | None] = (None, None)
         self.asleep: list[str] = []
         self.level = 0  # of the sleep
         self.map: dict[str, Any] | None = None
@@ -165,6 +166,8 @@ class Workers:
         differing = [name for name in compared if found[name] != self.sums.get(name)]
         if not differing:
             self.doubt = None
+            if self.state is None:  # what it took them for before somebody changed them
+                self.state, self.step = self.taken
         elif self.first is not None and found == self.first[1]:
             self.state, self.sums, self.doubt = self.first[0], dict(found), None
             self.step = self.steps.get(self.state)
@@ -172,6 +175,8 @@ class Workers:
             which = "the model directory holds" if self.step is None else f"step {self.step} has"
             what, count = f"the live weights are not what {which}", f"{len(differing)} differ"
             self.doubt = self.doubt or Malformed(what, tensor=differing[0], found=count)
+            if self.state is not None:
+                self.taken = self.state, self.step
             self.state = self.step = None
         return differing
 
