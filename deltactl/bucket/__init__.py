@@ -31,7 +31,7 @@ def open_bucket(
     if not url:
         raise UsageError("the bucket has no name")
     if scheme is None and re.match(r"(s3|gs|az|hf|file|https?):", url, re.IGNORECASE):
-        what = "the bucket's name begins like an address and is none"
+        what = "the bucket's name looks like a URL but is not one"
         hint = "write SCHEME://, or ./ before the name of a directory"
         raise UsageError(what, expected="s3://BUCKET/PREFIX, a directory or the like", hint=hint)
     throttle = None if limit_rate is None else Throttle(limit_rate)

@@ -185,6 +185,22 @@ class Chain:
                 good.add(step)
         return max(good, default=None)
 
+    def numbered(self, step: int | None) -> int | None:
+        """The step that a number means: one below 0 counts from the tip back, which is -1; None
+        means none. Raises NotFound where that leads past the first step."""
+        if step is None or step >= 0:
+            return step
+        steps = [n for n in self.steps if self.tip is not None and n <= self.tip]
+        if -step > len(steps):
+            raise NotFound(
+                "the chain has fewer steps than that",
+                file=self.url,
+                expected=f"{-step} steps",
+                found=f"{len(steps)} up to its tip",
+                hint=f"deltactl log {quote(self.url)}",
+            )
+        return steps[step]
+
     def wanted(self, step: int | None) -> int:
         """The step asked for, or the tip. Raises NotFound; Malformed where nothing can be rebuilt.
 

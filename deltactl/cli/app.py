@@ -24,6 +24,7 @@ from deltactl.cli.copy import copy
 from deltactl.cli.demo import demo
 from deltactl.cli.diff import diff
 from deltactl.cli.doctor import doctor
+from deltactl.cli.env import env
 from deltactl.cli.interface import exits
 from deltactl.cli.interface.completion import SCRIPTS, VARIABLE, Shell
 from deltactl.cli.interface.manual import Verb
@@ -80,6 +81,15 @@ class Root(TyperGroup):
             raise
         sys.exit(code if isinstance(code, int) else exits.OK)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands group by group, all in columns of one width."""
+        width = max(len(name) for name in self.commands)
+        for group, functions in GROUPS.items():
+            commands = [self.commands[function.__name__] for function in functions]
+            rows = [(f"{c.name or '':<{width}}", c.get_short_help_str()) for c in commands]
+            with formatter.section(group):
+                formatter.write_dl(rows)
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the table of exit statuses and the environment after the commands."""
         with formatter.section("Exit status"):
@@ -110,9 +120,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-_VERBS = (diff, apply, push, pull, copy, verify, log, show, stats, clean, doctor, bench, demo)
-for function in _VERBS:
-    app.command(cls=Verb)(function)
+GROUPS = {
+    "Chains": (push, pull, copy, log, verify, clean),
+    "Checkpoints and deltas": (diff, apply, show, stats),
+    "Servers": (doctor,),
+    "Other": (demo, bench, env),
+}
+"""All commands, as help shows them."""
+
+for functions in GROUPS.values():
+    for function in functions:
+        app.command(cls=Verb)(function)
 
 
 def _print_version(wanted: bool) -> None:
@@ -147,15 +165,16 @@ def _root(
         ),
     ] = None,
 ) -> None:
-    """Chains of anchors and sparse deltas: a trainer's weights on their way to inference servers.
+    """Ship a trainer's weights to inference servers: full anchors now and then, small deltas
+    between.
 
-    A chain lives in a bucket: a full anchor now and then, and for each step between a delta that
-    holds what changed. Every link says which state it stands on and which it leads to, so that any
-    step can be rebuilt, and proven, bit for bit.
+    A chain lives in a bucket: a local directory, the Hugging Face Hub, S3, Google Cloud or Azure.
+    Each link names the state it starts from and the state it leads to, so any step can be rebuilt
+    and checked bit for bit.
 
     Results go to stdout, everything else to stderr. With --json every command prints one object on
-    stdout; for one that fails it has the single key "error": what, file, tensor, step, expected,
-    found, hint, exit_code. Options may stand anywhere after the command.
+    stdout; a command that fails prints an object with the single key "error": what, file, tensor,
+    step, expected, found, hint, exit_code. Options may come anywhere after the command.
     """
 
 

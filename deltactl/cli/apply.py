@@ -18,6 +18,8 @@ from deltactl.cli.interface.options import (
     Quiet,
     Servers,
     Timeout,
+    bucket_and_step,
+    complete_place,
     delta_file,
     output,
 )
@@ -26,6 +28,7 @@ from deltactl.core.errors import UsageError
 from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
+    from deltactl.core.progress import Progress
     from deltactl.ops.apply import ApplyReport
 
 
@@ -36,21 +39,22 @@ TIMEOUT = 120.0
 
 @manual(
     keys={
-        "step": "the delta's step; null if it names none; with --server the step to load",
+        "step": "the delta's step, or null; with --server the step to load",
         "state": "state digest of the result",
         "changed_elements": "elements that the delta changes",
-        "written": "false if the result was there already",
-        "proven": "false if the delta names no digest to prove the result by, as TRL's",
+        "written": "false if the result existed already",
+        "proven": "false if the delta has no digest to check the result with, such as TRL's",
         "out": "where the result is",
         "newer": "with --server: newer steps in the bucket that cannot be rebuilt",
-        "dry_run": "with --server: whether nothing was done",
+        "dry_run": "with --server: whether this was a dry run",
         "replicas": REPLICA_KEYS,
     },
     exits=[3, 4, 5, 10, 11],
-    exit_1="any other failure; with --server: servers that failed did so in different ways",
+    exit_1="any other failure; with --server: servers failed in different ways",
     examples=[
         "deltactl apply step_11.delta step_10 -o step_11",
         "deltactl apply step_11.delta model --in-place",
+        "deltactl apply /mnt/chain@11 step_10 -o step_11",
         "deltactl apply /mnt/chain@11 --server http://a:8000 --server http://b:8000",
         "deltactl apply /mnt/chain@11 --server http://a:8000 --via reload --reload-dir /mnt/served",
     ],
@@ -61,14 +65,15 @@ def apply(
         str,
         typer.Argument(
             metavar="DELTA|BUCKET@STEP",
-            help="A delta file; - is stdin. With --server also a step of a chain, or its bucket "
-            "for the tip.",
+            help="A delta file (- is stdin), or a step of a chain: its number, latest, or -2 for "
+            "the one before. With --server also a bucket, for its tip.",
+            autocompletion=complete_place,
         ),
     ],
     base: Annotated[
         Path | None,
         typer.Argument(
-            readable=False, metavar="BASE", help="The checkpoint it stands on; none with --server."
+            readable=False, metavar="BASE", help="The checkpoint to apply it to; not with --server."
         ),
     ] = None,
     out: Annotated[
@@ -79,7 +84,7 @@ def apply(
     ] = None,
     in_place: Annotated[
         bool,
-        typer.Option("--in-place", help="Let the result take the place of BASE, in one step."),
+        typer.Option("--in-place", help="Replace BASE with the result, in one step."),
     ] = False,
     servers: Servers = None,
     pause: Annotated[
@@ -87,23 +92,23 @@ def apply(
         typer.Option(
             "--pause",
             metavar="|".join(get_args(Pause)),
-            help="With --server: what becomes of requests in flight. keep: they go on afterwards; "
-            "wait: they end before; abort: they are ended.",
+            help="With --server: what happens to running requests. keep: they continue "
+            "afterwards; wait: they finish first; abort: they are aborted.",
         ),
     ] = "keep",
     keep_cache: Annotated[
         bool,
         typer.Option(
             "--keep-cache",
-            help="With --server: leave what the old weights computed in the caches. Answers then "
-            "mix old and new weights.",
+            help="With --server: keep what the old weights computed in the caches. Answers "
+            "then mix old and new weights.",
         ),
     ] = False,
     repair: Annotated[
         bool,
         typer.Option(
             "--repair",
-            help="With --server: write every tensor, whatever the server says it holds.",
+            help="With --server: write every tensor, whatever the server holds.",
         ),
     ] = False,
     via: Annotated[
@@ -111,8 +116,8 @@ def apply(
         typer.Option(
             "--via",
             metavar="|".join(get_args(Via)),
-            help="With --server: engine: deltactl's plugin in vLLM; reload: vLLM's own loader, "
-            "which needs no plugin.",
+            help="With --server: engine: use deltactl's plugin in vLLM; reload: use vLLM's "
+            "own loader, without the plugin.",
         ),
     ] = "engine",
     reload_dir: Annotated[
@@ -121,8 +126,8 @@ def apply(
             "--reload-dir",
             readable=False,
             metavar="DIR",
-            help="For --via reload: where to rebuild the step, as pull does. The servers have to "
-            "see it under the same path.",
+            help="For --via reload: where to rebuild the step, as pull does. The servers "
+            "must see it at the same path.",
             show_default=False,
         ),
     ] = None,
@@ -132,42 +137,40 @@ def apply(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Apply a delta to the checkpoint that it stands on, or have running vLLM servers load a step.
+    """Apply a delta to a checkpoint, or load a step into running vLLM servers.
 
-    Another base is refused before anything is written, and the result is compared with the digest
-    that the delta names before it is visible. The result keeps the form and the shards of BASE.
-    Applying a delta twice does nothing the second time, and says so.
+    The base is checked before anything is written, and the result is checked against the delta's
+    digest before it becomes visible. The result has the same form and shards as BASE. Applying a
+    delta twice changes nothing the second time.
 
-    With --server every server is brought to the step, side by side. Each fetches the links itself,
-    so it has to reach BUCKET by the same address (and see a DELTA file under the same path), and
-    lays the changes out while it goes on serving. Then it is paused, compares its live weights with
-    what the links stand on, writes, reads back and is resumed. A server is on the step that its
-    live weights add up to: they are summed first, whatever it said before, and again after the
-    update. One on weights that are none of the chain's, or that nobody knows (never loaded, reset,
-    loaded from elsewhere), gets every tensor, and so does one on a later step, if the step is
-    named: without a name none goes back, with --repair neither. What an apply that was killed left
-    behind is carried to an end by the next one; a pause that somebody else made stays. A server
-    whose weights are in an unknown state is never resumed: it is repaired, or left paused, and the
-    message says how to go on. One that sleeps is refused until its weights are woken (POST
-    /wake_up?tags=weights); its KV cache is woken last. Where vLLM's engine dies meanwhile, that is
-    noticed in seconds, and the server has to be restarted. The plugin has to run there: see
-    deltactl doctor.
+    With --server, every server is brought to the step, side by side. Each server fetches the links
+    itself, so it must reach BUCKET at the same address (or see the DELTA file at the same path). It
+    prepares the update while it serves; then it is paused, its live weights are checked, the
+    changes are written and read back, and it is resumed. The step a server is on is decided by the
+    sums of its live weights, before and after the update, never by what it reports. A server that
+    holds unknown weights (never loaded, reset, or loaded from elsewhere) gets every tensor. A
+    server on a later step goes back only if you name the step. An update left by an apply that was
+    killed is completed by the next one; a pause made by somebody else is left alone. A server whose
+    weights are in an unknown state is never resumed: it is repaired or left paused, and the message
+    says what to do. A sleeping server is refused until its weights are awake (POST
+    /wake_up?tags=weights); wake its KV cache last. If vLLM's engine dies during an update, apply
+    notices within seconds, and the server must be restarted. The server needs the deltactl plugin:
+    see deltactl doctor.
 
-    Tensors that cannot be written in place go through vLLM's own loader. Layers for which that was
-    not shown to give the answers of a fresh server are refused before the pause, by name. After it
-    the model answers a short prompt before the server is resumed, which stays paused where the
-    answer is noise, or another one although nothing has changed.
+    Tensors that cannot be written in place go through vLLM's own loader. Layers not known to work
+    after such a reload are refused by name before the pause. After a reload the model answers a
+    short prompt before the server is resumed; if the answer is noise, or differs although nothing
+    changed, the server stays paused.
 
-    --via reload works with any vLLM that has its development mode on. The servers are looked at
-    first, and the step is compared with the directory that they were started on, if it is to be
-    seen from here; where none of them can load it nothing is fetched. It needs room for the whole
-    checkpoint in DIR, reads all of it in the pause, and proves nothing about what is live but that
-    a short prompt is not answered with noise: it is asked once the server is resumed, which is
-    paused again where it is. A server with --api-key needs VLLM_API_KEY for that. A reload that
-    fails, as for a DIR that the server does not see, leaves the server paused, and vLLM's engine
-    may end at the next request. Refused are models that are quantised or have experts, and on a CPU
-    those whose output layer shares the embedding: vLLM computes with copies of their weights that
-    its reload does not renew, or was not shown to.
+    --via reload needs no plugin, only vLLM's development mode. The servers are checked first, and
+    the step is compared with the directory they were started from, if it is visible from here; if
+    none of them can load the step, nothing is fetched. It needs room for the whole checkpoint in
+    DIR, reads all of it during the pause, and checks only that a short prompt is not answered with
+    noise: the server is asked after it is resumed, and paused again if it fails. A server with
+    --api-key needs VLLM_API_KEY for that. A reload that fails, for example because the server
+    cannot see DIR, leaves the server paused, and vLLM's engine may exit at the next request.
+    Quantised models, models with experts and, on a CPU, models that share the embedding with the
+    output layer are refused: vLLM keeps copies of their weights that its reload does not renew.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if servers:
@@ -189,13 +192,28 @@ def apply(
         raise UsageError("give either -o OUT or --in-place")
     if out == STDIO:
         raise UsageError("a checkpoint cannot be written to stdout")
-    from deltactl.ops.apply import apply_delta
-
-    with delta_file(Path(target)) as file, screen.progress() as progress:
-        report = apply_delta(file, base, out, progress=progress)
+    with screen.progress() as progress:
+        report = _onto(target, base, out, jobs, progress)
     if not report.proven:
         screen.warn("the delta names no digest: nothing proves the result")
     screen.result(facts_of(report), lambda: _lines(report))
+
+
+def _onto(
+    target: str, base: Path, out: Path | None, jobs: int | None, progress: Progress
+) -> ApplyReport:
+    """Apply a delta, or that of a step, to a checkpoint."""
+    from deltactl.ops.apply import apply_delta
+
+    named = None if Path(target).exists() else bucket_and_step(target)
+    if named is not None:
+        from deltactl.bucket import open_bucket
+        from deltactl.ops.apply_step import apply_step
+
+        bucket, step = named
+        return apply_step(open_bucket(bucket, jobs=jobs), step, base, out, progress=progress)
+    with delta_file(Path(target)) as file:
+        return apply_delta(file, base, out, progress=progress)
 
 
 def _lines(report: ApplyReport) -> Iterable[str]:

@@ -106,10 +106,10 @@ def bench(
 ) -> None:
     """Measure the encodings on this machine, beside its limits and other tools.
 
-    Everything runs in turn, round after round, so that all is a share of what the machine can do in
-    the same minutes: how fast it reads both files from memory, hashes them, and copies one. The
-    made checkpoints are bf16, one AdamW step at learning rate 1e-6 apart. Programs to compare with
-    (zstd, xdelta3, ZipNN) are used where they are installed, on a sample of a large checkpoint.
+    Everything runs in turn, round after round, so that each figure is a share of what the machine
+    can do in the same minutes: read both files from memory, hash them, and copy one. The generated
+    checkpoints are bf16, one AdamW step at learning rate 1e-6 apart. Other tools (zstd, xdelta3,
+    ZipNN) are measured if they are installed, on a sample of a large checkpoint.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if a is not None and params is not None:

@@ -81,13 +81,13 @@ def clean(
 ) -> None:
     """Remove what commands and trainers that died left behind.
 
-    That is temporary files, also those of other hosts; anchors and deltas of several files that
-    were never finished, and parts that no index names; uploads that came to no end; and downloads
-    that pull kept to go on with. In a directory and all below it, and beside it under its name.
+    Removes temporary files, also those of other hosts; unfinished anchors and deltas, and parts
+    that no index names; unfinished uploads; and downloads that pull kept to continue with. Looks in
+    the directory, below it, and beside it under its name.
 
-    Links that are there are never removed, nor anything of the chain's newest step or a later one,
-    where somebody may be publishing; nor what a process of this machine holds, was touched within
-    the age, or is no file that deltactl makes.
+    Never removes complete links, anything of the chain's newest step or later (somebody may be
+    publishing), anything in use by a process on this machine or touched within the age, or files
+    that deltactl does not make.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if cache is (bucket is not None):

@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 @manual(
     keys={
-        "links": "how many links of SRC this is about",
-        "copied": "how many of them were copied",
-        "skipped": "how many were in DEST already with the same content",
-        "bytes": "size of those that were copied",
+        "links": "links of SRC to copy",
+        "copied": "links copied",
+        "skipped": "links that DEST had already, with the same content",
+        "bytes": "bytes copied",
         "first_step": "the first one's step",
         "last_step": "the last one's step",
         "tip": "the newest step that can be rebuilt from DEST",
-        "proven": "false if links without digests, such as TRL's, are among them",
-        "dry_run": "whether this only says what would be done",
+        "proven": "false if there are links without digests, such as TRL's",
+        "dry_run": "whether this was a dry run",
     },
     exits=[3, 4, 5, 10, 11],
-    exit_3="a link of SRC is faulty; those before it have been copied",
-    exit_11="DEST holds another chain, or goes on otherwise",
+    exit_3="a link of SRC is damaged; those before it have been copied",
+    exit_11="DEST holds another chain, or a different continuation",
     examples=[
         "deltactl copy /mnt/chain s3://models/chain",
         "deltactl copy s3://models/chain /mnt/chain --from-step 100 --limit-rate 50M",
@@ -40,7 +40,7 @@ def copy(
     ctx: typer.Context,
     source: Annotated[str, typer.Argument(metavar="SRC", help=f"The chain's bucket: {WHERE}.")],
     dest: Annotated[
-        str, typer.Argument(metavar="DEST", help="A bucket: new, or with a part of the chain.")
+        str, typer.Argument(metavar="DEST", help="A bucket: new, or with part of the chain.")
     ],
     from_step: Annotated[
         int | None,
@@ -48,7 +48,7 @@ def copy(
             "--from-step",
             metavar="N",
             min=0,
-            help="Begin at the newest anchor at or below this step; by default at the first link.",
+            help="Start at the newest anchor at or below this step; by default at the first link.",
         ),
     ] = None,
     jobs: Jobs = None,
@@ -57,11 +57,11 @@ def copy(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Copy a chain from one bucket to another, byte for byte, every link proven.
+    """Copy a chain from one bucket to another, byte for byte.
 
-    Oldest first, so that DEST is a sound chain at every moment. Each link is compared with its
-    digests before it is put; at the first that is faulty the copy ends. What DEST has already is
-    left as it is, so a copy that came to no end can be repeated, and one that is repeated now and
+    Links are copied oldest first, so DEST is a valid chain at every moment. Each link is checked
+    against its digests before it is written; the copy stops at the first bad one. Links that DEST
+    has already are skipped, so an interrupted copy can be repeated, and a copy repeated now and
     then follows the chain.
     """
     screen = output(ctx, json=json, quiet=quiet)

@@ -136,18 +136,19 @@ def demo(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a tiny model, publish each step, verify the chain, and get the last step back.
+    """Train a tiny model, publish every step, verify the chain, and pull the last step back.
 
     A Qwen3-shaped model of 0.7 million parameters is really trained, by AdamW on float32 weights at
-    a learning rate of 2e-6, and written in bfloat16 at each step. The steps go into a local bucket;
-    the chain is verified by rebuilding every step; the last one is pulled, compared with the
-    trainer's bit for bit, and loaded by transformers. Takes seconds, and neither GPU nor network.
+    a learning rate of 2e-6, and saved in bfloat16 after each step. The steps go into a local
+    bucket; the chain is verified by rebuilding every step; the last one is pulled, compared with
+    the trainer's bit for bit, and loaded by transformers. Takes seconds, and needs no GPU and no
+    network.
 
-    With --loop the model learns a word game, in processes that meet in the bucket alone: a trainer
-    publishes every step, a real vLLM server is brought to each by one that watches the bucket, and
-    a player asks the server, plays at an environment over HTTP, and puts rollouts into the bucket.
-    In the end the server's weights are compared with the trainer's, bit for bit. Takes minutes, of
-    which vLLM's start is one; it needs vLLM, on the CPU if need be.
+    With --loop the model learns a word game, in processes that share only the bucket: a trainer
+    publishes every step, a follower brings a real vLLM server to each, and a player asks the
+    server, plays against an environment over HTTP, and puts rollouts into the bucket. At the end
+    the server's weights are compared with the trainer's, bit for bit. Takes minutes, one of them
+    for vLLM to start; it needs vLLM, on the CPU if need be.
     """
     screen = output(ctx, json=json, quiet=quiet)
     asked = Asked(bucket, seed, vllm, plot)

@@ -92,9 +92,9 @@ def diff(
 ) -> None:
     """Make or measure the delta from one checkpoint to another.
 
-    A checkpoint is a safetensors file, a Hugging Face directory, sharded or not, or a PyTorch file.
-    Elements are compared by their bits. Tensors that were added, or have another shape or dtype,
-    are carried whole. Two equal checkpoints give an empty delta, which is valid.
+    A checkpoint is a safetensors file, a Hugging Face directory (sharded or not), or a PyTorch
+    file. Elements are compared bit for bit. Tensors that are new, or that changed shape or dtype,
+    are stored whole. Two equal checkpoints give an empty delta, which is valid.
     """
     screen = output(ctx, json=json, quiet=quiet)
     to_stdout = out == STDIO

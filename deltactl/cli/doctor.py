@@ -62,15 +62,15 @@ def doctor(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Say what stands between a running vLLM server and apply, and what to do about it.
+    """Check whether a vLLM server can receive updates, and say what to fix.
 
-    Looks, and changes nothing that is served. With BUCKET@STEP it says what apply -n would: names,
-    shapes and types of the step's tensors are compared with the server's, and layers that only
-    vLLM's own loader can load are told. For that the server finds out which step it serves.
+    Nothing that is served changes. With BUCKET@STEP it reports what apply -n would: the names,
+    shapes and dtypes of the step's tensors are compared with the server's, and layers that only
+    vLLM's own loader can load are listed. For that the server finds out which step it serves.
 
-    Warns of what is exposed: vLLM's --api-key does not guard the routes by which a server is paused
-    and its weights are changed. A server with data parallelism takes no updates: each of its
-    replicas has to be a server of its own.
+    Warns about what is exposed: vLLM's --api-key does not protect the routes that pause a server
+    and change its weights. A server with data parallelism takes no updates: run each replica as a
+    server of its own.
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.server.doctor import examine

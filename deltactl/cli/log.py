@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,7 @@ from deltactl.core.errors import NotFound
 from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
-    from deltactl.chain.chain import Chain
+    from deltactl.chain.chain import Chain, Link
 
 
 _LINK = (
@@ -29,34 +29,43 @@ _LINK = (
     keys={
         "bucket": "the bucket",
         "tip": "the newest step that can be rebuilt; null if there is none",
-        "links": "in order: step, kind (delta, anchor), bytes, changed_elements, sparsity, "
-        "base_state, result_state, encoding, dialect, name; null for what is not known; "
-        "replaces_all: whether it keeps next to nothing of the step before",
-        "problems": "objects that look like links and are none: step, file, tensor, what, "
-        "expected, found",
+        "links": "in order, with -n the last ones: step, kind (delta, anchor), bytes, "
+        "changed_elements, sparsity, base_state, result_state, encoding, dialect, "
+        "name; null if not known; replaces_all: whether it keeps almost nothing of "
+        "the step before",
+        "problems": "objects that look like links and are not valid: step, file, tensor, what,"
+        " expected, found",
         "leftovers": "what deltactl clean would remove with its default age: count, bytes",
-        "bytes_read": "how much of the bucket was read",
-        "requests": "in how many requests, the listing counted as one",
+        "bytes_read": "bytes read from the bucket",
+        "requests": "requests made to the bucket; the listing counts as one",
     },
     exits=[3, 4, 5, 10],
-    exit_3="an object that should be a link is none",
-    examples=["deltactl log /mnt/chain", "deltactl log /mnt/chain --json | jq .tip"],
+    exit_3="an object that should be a link is not valid",
+    examples=[
+        "deltactl log /mnt/chain",
+        "deltactl log -n 5 /mnt/chain",
+        "deltactl log /mnt/chain --json | jq .tip",
+    ],
 )
 def log(
     ctx: typer.Context,
     bucket: Bucket,
+    number: Annotated[
+        int | None,
+        typer.Option("-n", "--max-count", metavar="N", min=1, help="Only the last N links."),
+    ] = None,
     jobs: Jobs = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """List the links of a chain, oldest first.
 
-    Only headers are read; deltactl verify tells whether the links hold together. An anchor's step
-    has two links, unless it is the first: a delta for those who hold the step before, and the
-    anchor for those who do not. Where a link keeps next to nothing of the step before, as where
-    another model begins, "replaced" stands in the place of its sparsity: where no tensor keeps its
-    name, dtype and shape, or where more than 95 % changed of elements of 16 bits or fewer, of which
-    training changes about 1 % in a step. Of wider ones, as in float32, it changes nearly all.
+    Only headers are read; deltactl verify checks whether the links fit together. A step with an
+    anchor has two links, unless it is the first: a delta for those who have the step before, and
+    the anchor for those who do not. A link that keeps almost nothing of the step before, as where
+    another model begins, shows "replaced" in the sparsity column: no tensor keeps its name, dtype
+    and shape, or more than 95 % of the elements of 16 bits or fewer changed. (Training changes
+    about 1 % of those in a step, and nearly all float32 ones.)
     """
     screen = output(ctx, json=json, quiet=quiet)
     from deltactl.bucket import open_bucket
@@ -71,16 +80,17 @@ def log(
             "the bucket holds no chain", file=bucket, hint=f"deltactl push CKPT {quote(bucket)}"
         )
     left = leftovers_of(opened, chain)
+    shown = chain.links[-(number or 0) :]
     replaced = {link.name for link in chain.links if replaces_all(chain, link)}
     document = facts_of(
         chain,
         *("bucket", "tip", "links", "problems", "leftovers", "bytes_read", "requests"),
         bucket=chain.url,
-        links=[facts_of(link, *_LINK, replaces_all=link.name in replaced) for link in chain.links],
+        links=[facts_of(link, *_LINK, replaces_all=link.name in replaced) for link in shown],
         problems=[problem.facts() for problem in chain.problems],
         leftovers={"count": len(left.cleaned), "bytes": left.bytes},
     )
-    screen.result(document, lambda: _lines(chain, replaced))
+    screen.result(document, lambda: _lines(chain, shown, replaced))
     if left.cleaned:
         found = f"{text.plural(len(left.cleaned), 'left-over')}, {text.size(left.bytes)}"
         screen.warn(f"{found}, of commands that died: deltactl clean {quote(chain.url)}")
@@ -90,7 +100,7 @@ def log(
         raise typer.Exit(UNSOUND)
 
 
-def _lines(chain: Chain, replaced: Collection[str]) -> Iterable[str]:
+def _lines(chain: Chain, shown: Sequence[Link], replaced: Collection[str]) -> Iterable[str]:
     head = (">step", "kind", ">size", ">changed", ">sparsity", "base", "result")
     rows = [
         (
@@ -102,10 +112,12 @@ def _lines(chain: Chain, replaced: Collection[str]) -> Iterable[str]:
             text.short(link.base_state),
             text.short(link.result_state),
         )
-        for link in chain.links
+        for link in shown
     ]
     yield from text.table(head, rows)
     total = text.size(sum(link.bytes for link in chain.links))
     tip = "no step can be rebuilt" if chain.tip is None else f"tip: step {chain.tip}"
-    yield f"{text.plural(len(rows), 'link')}, {total}; {tip}"
+    links = text.plural(len(chain.links), "link")
+    last = f"the last {len(rows)} of {links}" if len(rows) < len(chain.links) else links
+    yield f"{last}, {total} in all; {tip}" if last != links else f"{links}, {total}; {tip}"
     yield text.read(chain.bytes_read, chain.requests)

@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     keys={
         "step": "the step",
         "kind": "anchor or delta; an anchor's step has a delta too, unless it is the first",
-        "bytes": "size of what was written, or would be",
+        "bytes": "bytes written, or that would be",
         "state": "state digest of the step",
-        "written": "false if the step was there already with the same content, and in a dry run",
+        "written": "false if the step existed with the same content, and in a dry run",
         "changed_elements": "elements that the delta changes; null for a first anchor",
         "total_elements": "elements of the checkpoint",
-        "encoding": "how the delta that was made here stores changes; null where none was made",
+        "encoding": "encoding of the delta that was made here; null if none was",
         "advice": KEY,
-        "dry_run": "whether this only says what would be done",
+        "dry_run": "whether this was a dry run",
         "files": "names of the objects in the bucket",
-        "left_behind": "files beside the weights that differ from the newest anchor's: a delta "
-        "does not carry them",
-        "notes": "what changed of the model, or is odd about it, a sentence each",
+        "left_behind": "files beside the weights that differ from the last anchor's: they are not"
+        " published until the next anchor",
+        "notes": "what changed in the model, or looks odd, one sentence each",
     },
     exits=[3, 4, 5, 10, 11],
     examples=[
@@ -77,7 +77,7 @@ def push(
             "--anchor-every",
             metavar="N",
             min=0,
-            help="Write an anchor at each multiple of this step; 0: only the first.",
+            help="Write an anchor at each multiple of N; 0: only the first.",
         ),
     ] = 10,
     base: Annotated[
@@ -86,7 +86,7 @@ def push(
             "--base",
             readable=False,
             metavar="CKPT",
-            help="The checkpoint of the tip, to spare a look at the cache.",
+            help="The checkpoint of the tip, to skip the cache lookup.",
         ),
     ] = None,
     encoding: Encoding = "ulp",
@@ -94,7 +94,7 @@ def push(
     allow_other_model: Annotated[
         bool,
         typer.Option(
-            "--allow-other-model", help="Push it though it is not of the model that is there."
+            "--allow-other-model", help="Push it although it is not of the model that is there."
         ),
     ] = False,
     jobs: Jobs = None,
@@ -105,21 +105,21 @@ def push(
 ) -> None:
     """Publish a checkpoint as the next step of a chain.
 
-    The first step is an anchor: the whole checkpoint, with its config and tokenizer. Later ones
-    are deltas against the tip of the chain, which is kept in a local cache and rebuilt when it is
-    missing or wrong. A step that is there with the same content is left as it is, and so is the
-    chain where no step is named and the checkpoint is the tip; one with other content, and a step
-    that is not above the tip, are refused.
+    The first step is an anchor: the whole checkpoint, with its config and tokenizer. Later steps
+    are deltas against the tip of the chain, which is kept in a local cache and rebuilt if it is
+    missing or wrong. A step that exists with the same content is left alone, and so is the chain if
+    no step is named and the checkpoint is the tip. A step that exists with other content, or that
+    is not above the tip, is refused.
 
-    A chain is of one model. Refused is a checkpoint whose config names another architecture; that
+    A chain holds one model. A checkpoint is refused if its config names another architecture; if it
     lacks more than half of the tip's tensors, or has some under the names that torch.compile,
-    DistributedDataParallel or PEFT give them; in which more than half of the tensors have another
-    shape, or of the tensors or their elements another dtype; or in which one has lost all its
-    elements, or has some where there were none. So is one shard of several, and as the first step
-    an adapter, or a checkpoint of empty tensors. With --allow-other-model it is pushed all the
-    same, as an anchor with its own config. Smaller changes, such as a new head, are pushed and
-    warned of; so are weights of 16 bits or fewer of which more than 95 % changed, as where they are
-    another run's: training changes about 1 % of them in a step.
+    DistributedDataParallel or PEFT give them; if more than half of the tensors changed shape, or of
+    the tensors or elements changed dtype; or if a tensor became empty, or stopped being empty. A
+    single shard of several is refused too, and, as the first step, an adapter or a checkpoint of
+    empty tensors. With --allow-other-model it is pushed anyway, as an anchor with its own config.
+    Smaller changes, such as a new head, are pushed with a warning; so are weights of 16 bits or
+    fewer of which more than 95 % changed, which suggests another run: training changes about 1 % a
+    step.
     """
     screen = output(ctx, json=json, quiet=quiet)
     rate = bandwidth_of(encoding, bandwidth)
@@ -141,7 +141,9 @@ def push(
         )
     if report.left_behind:
         names = ", ".join(report.left_behind)
-        screen.warn(f"not as in the newest anchor, and only the next one carries it: {names}")
+        screen.warn(
+            f"these files differ from the last anchor and are not published until the next: {names}"
+        )
     for note in report.notes:
         screen.warn(note)
     written = report.written and not report.dry_run

@@ -17,6 +17,7 @@ from deltactl.cli.interface.options import (
     Json,
     Quiet,
     bucket_and_step,
+    complete_place,
     delta_file,
     is_delta,
     output,
@@ -49,14 +50,17 @@ def show(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="DELTA|BUCKET@STEP", help="A delta file (- is stdin), or a step of a chain."
+            metavar="DELTA|BUCKET@STEP",
+            help="A delta file (- is stdin), or a step of a chain: its number, latest, or -2 for "
+            "the one before.",
+            autocompletion=complete_place,
         ),
     ],
     jobs: Jobs = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Print what the header of a delta, or of a step's links, says.
+    """Print the header of a delta, or of a step's links.
 
     Payloads are not read; deltactl verify does that.
     """
@@ -83,8 +87,9 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
     from deltactl.chain.reading import read_chain
     from deltactl.format.anchor import AnchorHeader
 
-    bucket, step = named
+    bucket, number = named
     chain = read_chain(open_bucket(bucket, jobs=jobs))
+    step = chain.wanted(chain.numbered(number))
     chain.need(step)
     links = [
         _of_anchor(link.header, link.name, link.bytes, step)

@@ -81,8 +81,8 @@ def stats(
 ) -> None:
     """Show how sparse training is: what changes, by how much, and what it costs to ship.
 
-    Two checkpoints tell most. A delta tells what it holds: without its base, steps are known where
-    it is encoded as ulp, and exponents are not. Of a bucket only headers are read.
+    Two checkpoints tell most. A delta tells what it holds: without its base the steps are known
+    only for the ulp encodings, and exponents are not. For a bucket only headers are read.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if len(targets) > 2:

@@ -18,10 +18,13 @@ from deltactl.cli.interface.options import (
     Quiet,
     Servers,
     Timeout,
-    bucket_and_step,
+    complete_place,
+    complete_step,
     delta_file,
     is_delta,
     output,
+    place_and_step,
+    step_named,
 )
 from deltactl.cli.interface.output import Output
 from deltactl.cli.interface.servers import exit_of, row_of, say_interrupted, warn_of_newer
@@ -38,27 +41,29 @@ _SHOWN = 5  # names of tensors
 
 @manual(
     keys={
-        "ok": "whether nothing is wrong; what is unproven stands beside",
-        "level": "how deep it was looked",
-        "links": "how many links were looked at",
-        "steps": "how many steps",
-        "errors": "what is wrong: step, file, tensor, what, expected, found; null if not known",
-        "unproven": "what could not be proven for want of a digest; keys as those of errors",
-        "replaced": "names of the links that keep next to nothing of the step before, as where "
-        "another model begins; no fault",
-        "bytes_read": "how much was read",
-        "requests": "in how many requests to the bucket, the listing counted as one; what is read "
-        "in place takes none",
+        "ok": "whether no error was found; unproven links are listed separately",
+        "level": "how thorough the check was",
+        "links": "links checked",
+        "steps": "steps checked",
+        "errors": "errors found: step, file, tensor, what, expected, found; null if not known",
+        "unproven": "what could not be checked because a digest is missing; same keys as errors",
+        "replaced": "names of the links that keep almost nothing of the step before, as where "
+        "another model begins; not an error",
+        "bytes_read": "bytes read",
+        "requests": "requests made to the bucket; the listing counts as one, and files read in"
+        " place count as none",
         "newer": "with --server: newer steps in the bucket that cannot be rebuilt, if no step is "
         "named",
-        "replicas": "with --server, beside ok and newer alone, of each server: url, ok (whether "
-        "nothing is wrong; what was not looked at stands beside), step and state (null if not "
-        "known), paused (null if not known), tensors (how many there are), checked (how many were "
-        "compared), differing and unaudited (names), notes, error (what, file, tensor, step, "
-        "expected, found, hint, exit_code; null if nothing is wrong)",
+        "replicas": "with --server, where ok and newer are the only other keys, for each "
+        "server: url, ok (whether no error was found; tensors that were not "
+        "checked are listed separately), step and state (null if not known), "
+        "paused (null if not known), tensors (how many there are), checked (how "
+        "many were compared), differing and unaudited (names), notes, error (what,"
+        " file, tensor, step, expected, found, hint, exit_code; null if there is "
+        "none)",
     },
     exits=[3, 4, 5, 10, 11],
-    exit_3="something is wrong, or unproven and --accept-unproven was not given",
+    exit_3="an error was found, or something is unproven and --accept-unproven was not given",
     examples=[
         "deltactl verify /mnt/chain",
         "deltactl verify /mnt/chain --level rebuild --json",
@@ -72,8 +77,9 @@ def verify(
         str,
         typer.Argument(
             metavar="BUCKET|DELTA",
-            help="A chain's bucket, or a delta file (- is stdin). With --server a bucket, or "
-            "BUCKET@STEP.",
+            help="A chain's bucket, or a delta file (- is stdin). With --server or --against "
+            "also BUCKET@STEP.",
+            autocompletion=complete_place,
         ),
     ],
     level: Annotated[
@@ -81,9 +87,9 @@ def verify(
         typer.Option(
             "--level",
             metavar="|".join(get_args(Level)),
-            help="links: headers, and whether each base is the result before it; data: every byte "
-            "against its digest as well, and whether all can be decoded; rebuild: replay the chain "
-            "from each anchor as well.",
+            help="links: check headers, and that each link starts from the state the one "
+            "before leads to; data: also check every byte against its digest, and "
+            "decode it; rebuild: also replay the chain from each anchor.",
         ),
     ] = "data",
     against: Annotated[
@@ -100,14 +106,16 @@ def verify(
         typer.Option(
             "--step",
             metavar="N",
-            min=0,
-            help="The step for --against, or the one that servers have to be on.",
+            parser=step_named,
+            show_default=False,
+            autocompletion=complete_step,
+            help="The step for --against, or the step that servers must be on.",
         ),
     ] = None,
     accept_unproven: Annotated[
         bool,
         typer.Option(
-            "--accept-unproven", help="Accept links without digests, such as those that TRL wrote."
+            "--accept-unproven", help="Accept links without digests, such as those written by TRL."
         ),
     ] = False,
     servers: Servers = None,
@@ -117,12 +125,12 @@ def verify(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Prove that a chain is whole, that a delta is sound, or that servers hold a step's weights.
+    """Check a chain, a delta, or the weights that servers hold.
 
-    Goes on after the first fault and reports all. A bucket without links fails.
+    Goes on after the first error and reports all of them. A bucket without links fails.
 
-    With --server the chain's headers alone are read. Each server, which goes on serving, adds up
-    its live weights, and they are compared with what the chain says of the step that it is on.
+    With --server only the chain's headers are read. Each server adds up its live weights while it
+    serves, and the sums are compared with the chain's for the step it is on.
     """
     screen = output(ctx, json=json, quiet=quiet)
     if servers:
@@ -141,8 +149,9 @@ def verify(
             from deltactl.bucket import open_bucket
             from deltactl.ops.verify import verify_bucket
 
+            place, step = place_and_step(target, step)
             report = verify_bucket(
-                open_bucket(target, jobs=jobs, limit_rate=limit_rate),
+                open_bucket(place, jobs=jobs, limit_rate=limit_rate),
                 level=level,
                 step=step,
                 against=against,
@@ -157,7 +166,7 @@ def verify(
         screen.warn(f"unproven: {_as_error(doubt)}")
     for name in report.replaced:
         screen.warn(
-            f"{name} keeps next to nothing of the step before: another model may begin there"
+            f"{name} keeps almost nothing of the step before: another model may begin there"
         )
     if not report.ok or (report.unproven and not accept_unproven):
         raise typer.Exit(UNSOUND)
@@ -175,12 +184,10 @@ def _audit(
     from deltactl.bucket import open_bucket
     from deltactl.server.audit import audit_servers
 
-    name, named = bucket_and_step(target) or (target, None)
-    if named is not None and step not in (None, named):
-        raise UsageError("two steps are named", expected=f"@{named} or --step {step}")
+    name, step = place_and_step(target, step)
     done = audit_servers(
         open_bucket(name, jobs=jobs),
-        step if named is None else named,
+        step,
         servers,
         timeout=timeout,
         on_interrupt=say_interrupted(screen),
@@ -204,10 +211,10 @@ def _audit(
 def _audits(found: Sequence[Audited]) -> Iterable[str]:
     for audited in found:
         step = "unknown weights" if audited.step is None else f"step {audited.step}"
-        compared = f"{text.plural(audited.checked, 'tensor')} compared, nothing is wrong"
+        compared = f"OK, {text.plural(audited.checked, 'tensor')} compared"
         if audited.unaudited:
-            compared = f"{audited.checked} of {text.plural(audited.tensors, 'tensor')} compared"
-            compared += f", nothing is wrong with those; {len(audited.unaudited)} not looked at"
+            some = f"{audited.checked} of {text.plural(audited.tensors, 'tensor')}"
+            compared = f"OK, {some} compared, {len(audited.unaudited)} not checked"
         parts = [f"{step}: {compared if audited.error is None else 'failed'}"]
         parts += ["paused"] if audited.paused else []
         yield f"{audited.url}  {'; '.join([*parts, *audited.notes])}"
@@ -217,7 +224,7 @@ def _unaudited(audited: Audited) -> str:
     """Which tensors could not be looked at, and why; all of them in ``--json``."""
     names = [f"{n!r} ({why})" if why else repr(n) for n, why in audited.unaudited.items()]
     count = f"{len(audited.unaudited)} of {text.plural(audited.tensors, 'tensor')}"
-    return f"{count} could not be looked at: {listed(names, _SHOWN)}"
+    return f"{count} could not be checked: {listed(names, _SHOWN)}"
 
 
 def _as_error(facts: dict[str, Any]) -> DeltactlError:
@@ -225,13 +232,15 @@ def _as_error(facts: dict[str, Any]) -> DeltactlError:
 
 
 def _lines(report: VerifyReport) -> Iterable[str]:
-    looked = f"{text.plural(report.links, 'link')}, {text.plural(report.steps, 'step')}"
+    checked = f"{text.plural(report.links, 'link')}, {text.plural(report.steps, 'step')}"
     read = f"{text.size(report.bytes_read)} read"
     if report.level == "links" and report.requests:
         read += f" in {text.plural(report.requests, 'request')}"
-    yield f"looked at {looked}, {read} (level {report.level})"
     unproven = f", {len(report.unproven)} unproven" if report.unproven else ""
-    if report.ok:
-        yield f"nothing is wrong{unproven}"
+    if not report.ok:
+        verdict = f"FAILED: {text.plural(len(report.errors), 'error')} in {checked}{unproven}"
+    elif report.unproven:
+        verdict = f"no errors in {checked}{unproven}"
     else:
-        yield f"{text.plural(len(report.errors), 'error')}{unproven}"
+        verdict = f"OK: {checked} verified"
+    yield f"{verdict} (level {report.level}, {read})"

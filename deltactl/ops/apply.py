@@ -157,7 +157,7 @@ def _applied_already(
 def another_base(delta: Delta, found: str) -> Conflict:
     """The error for a base whose state is not the delta's."""
     return Conflict(
-        "the base is another",
+        "wrong base: its state is not the one that the delta starts from",
         file=delta.path,
         step=delta.header.step,
         expected=f"state {delta.header.base_state}",
@@ -182,7 +182,7 @@ def which_side(base: Checkpoint, delta: Delta) -> Side:
             return "result"
         if not sides:
             raise Conflict(
-                "the base is another: this tensor is neither as before the delta nor as after it",
+                "wrong base: the tensor matches neither the delta's base nor its result",
                 file=delta.path,
                 tensor=record.name,
                 step=delta.header.step,

@@ -80,7 +80,8 @@ def pull(
     force: bool = False,
     progress: Progress = silent,
 ) -> PullReport:
-    """Make ``dest`` a Hugging Face directory of a step, the tip by default.
+    """Make ``dest`` a Hugging Face directory of a step, the tip by default; -1 is the tip too, -2
+    the step before it.
 
     If ``dest`` holds an earlier step of the chain only the deltas between are fetched, unless an
     anchor is the shorter way. Nothing is visible before it is proven. What was fetched before a
@@ -104,6 +105,7 @@ def materialize(
 ) -> PullReport:
     """``pull`` of a chain whose headers have been read. Raises Transient where others write to
     ``dest`` again and again."""
+    step = chain.numbered(step)
     recover(dest.resolve())
     for attempt in itertools.count(1):
         try:

@@ -273,7 +273,7 @@ def _verify_against(
     wanted = step
     with open_checkpoint(against) as other:
         try:
-            wanted = chain.wanted(step)
+            wanted = chain.wanted(chain.numbered(step))
             anchor, links = chain.path(wanted)
             path = [anchor, *links]
             meter = Meter(progress, "fetching", sum(link.bytes for link in path))

@@ -182,7 +182,7 @@ def _check_stands(current: Stack | None, delta: Delta, record: Record) -> None:
     if found is not None and record.shape is None and record.dtype == found[0]:
         return  # TRL's deltas know no shapes
     raise Conflict(
-        "the base is another: it does not hold this tensor as the delta expects it",
+        "wrong base: it does not have this tensor as the delta expects it",
         file=delta.path,
         tensor=record.name,
         step=delta.header.step,

@@ -83,6 +83,7 @@ def audit_servers(
     chain raises, UsageError.
     """
     urls, chain, stop = urls_of(urls), read_chain(bucket), threading.Event()
+    step = chain.numbered(step)
     if step is not None:
         chain.need(step)
 

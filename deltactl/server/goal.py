@@ -89,9 +89,11 @@ def check_forward(chain: Chain, tip: int, served: int | None) -> None:
 
 
 class ChainGoal:
-    """A step of a chain, by default its tip. Raises as ``Chain.wanted``; Unproven for TRL's."""
+    """A step of a chain, by default its tip. Raises as ``Chain.numbered`` and ``Chain.wanted``;
+    Unproven for TRL's."""
 
     def __init__(self, chain: Chain, step: int | None) -> None:
+        step = chain.numbered(step)
         self._chain, self.bucket = chain, chain.url
         self.step, self._named = chain.wanted(step), step is not None
         self.newer = () if step is not None else chain.newer(self.step)

@@ -67,6 +67,7 @@ def reload_servers(
     urls, place = urls_of(urls), directory.resolve()
     check_apart(bucket, place)
     chain = read_chain(bucket)
+    step = chain.numbered(step)
     aim = chain.tip if step is None else step
     if aim is not None:
         chain.need(aim)

@@ -58,7 +58,7 @@ def test_an_unknown_scheme_is_no_directory(url: str) -> None:
     "url", ["s3:/bucket/chain", "S3:bucket", "hf:buckets/a/b", "gs:/me:s3cret@b/x", "https:/x"]
 )
 def test_an_address_without_its_slashes_is_no_directory(url: str) -> None:
-    with pytest.raises(UsageError, match="begins like an address") as caught:
+    with pytest.raises(UsageError, match="looks like a URL") as caught:
         open_bucket(url)
     assert "s3cret" not in f"{caught.value} {caught.value.hint}"
     assert open_bucket(f"./{url}").path("a") is not None

@@ -73,6 +73,11 @@ def cli() -> Cli:
     return run
 
 
+def state_of(cli: Cli, checkpoint: Path) -> Any:
+    """A checkpoint's state, as diff says it."""
+    return cli("diff", checkpoint, checkpoint, "--json").json["base_state"]
+
+
 @pytest.fixture
 def process() -> Cli:
     """Run a command line in a process of its own."""

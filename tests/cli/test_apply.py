@@ -68,7 +68,7 @@ def test_another_base_is_refused(
     flags = [flag] if flag else []
     ran = cli("apply", delta, checkpoints.steps[2], "-o", out, *flags)
     assert ran.code == 11
-    assert "the base is another" in ran.stderr
+    assert "wrong base" in ran.stderr
     assert not out.exists()
     if flag == "--json":
         assert ran.json["error"]["exit_code"] == 11

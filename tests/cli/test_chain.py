@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Checkpoints, Cli
+from tests.cli.conftest import Checkpoints, Cli, state_of
 from tests.support.checkpoints import flip_bit, read_tensors, write_safetensors
 
 MODES = pytest.mark.parametrize("flag", ["", "--json", "-q"], ids=["human", "json", "quiet"])
@@ -16,10 +16,6 @@ MODES = pytest.mark.parametrize("flag", ["", "--json", "-q"], ids=["human", "jso
 
 def flags(flag: str) -> list[str]:
     return [flag] if flag else []
-
-
-def state_of(cli: Cli, checkpoint: Path) -> Any:
-    return cli("diff", checkpoint, checkpoint, "--json").json["base_state"]
 
 
 # push
@@ -303,10 +299,10 @@ def test_verify_json(level: str, cli: Cli, bucket: Path) -> None:
 def test_verify_human_and_quiet(cli: Cli, bucket: Path) -> None:
     ran = cli("verify", bucket)
     assert (ran.code, ran.stderr) == (0, "")
-    assert re.match(r"looked at 4 links, 3 steps, [\d.]+ kB read \(level data\)\n", ran.stdout)
-    assert ran.stdout.endswith("nothing is wrong\n")
+    said = r"OK: 4 links, 3 steps verified \(level data, [\d.]+ kB read\)\n"
+    assert re.fullmatch(said, ran.stdout)
     read = cli("verify", bucket, "--level", "links").stdout
-    assert re.search(r"steps, [\d.]+ kB read in 5 requests \(level links\)$", read, re.MULTILINE)
+    assert re.search(r"\(level links, [\d.]+ kB read in 5 requests\)$", read, re.MULTILINE)
     quiet = cli("verify", bucket, "-q")
     assert (quiet.code, quiet.out, quiet.err) == (0, b"", b"")
 
@@ -329,7 +325,7 @@ def test_verify_names_every_fault(flag: str, cli: Cli, bucket: Path) -> None:
         keys = {"step", "file", "tensor", "what", "expected", "found"}
         assert all(set(row) == keys for row in found["errors"])
     elif not flag:
-        assert ran.stdout.endswith("2 errors\n")
+        assert ran.stdout.startswith("FAILED: 2 errors in 4 links, 3 steps (level data, ")
     else:
         assert ran.stdout == ""
 
@@ -425,7 +421,7 @@ def test_trl_chain_is_unproven_unless_accepted(cli: Cli, trl_bucket: Path) -> No
     ran = cli("verify", trl_bucket)
     assert ran.code == 3
     assert ran.stderr.count("warning: unproven: ") == 2
-    assert ran.stdout.endswith("nothing is wrong, 2 unproven\n")
+    assert ran.stdout.startswith("no errors in 2 links, 2 steps, 2 unproven (level data, ")
     accepted = cli("verify", trl_bucket, "--accept-unproven", "--json")
     assert accepted.code == 0
     assert (accepted.json["ok"], len(accepted.json["unproven"])) == (True, 2)

@@ -41,9 +41,8 @@ WRITES = ("push", "copy", "clean")
 
 
 def test_the_commands() -> None:
-    expected = ["diff", "apply", "push", "pull", "copy", "verify", "log", "show", "stats", "bench"]
-    expected[-1:-1] = ["clean", "doctor"]
-    expected += ["demo"]
+    expected = ["push", "pull", "copy", "log", "verify", "clean", "diff", "apply", "show", "stats"]
+    expected += ["doctor", "demo", "bench", "env"]
     assert list(VERBS) == expected
 
 

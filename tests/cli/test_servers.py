@@ -289,7 +289,7 @@ def test_verify(mode: str, cli: Cli, bucket: Path, start: Start) -> None:
     ran = cli("verify", bucket, "--server", sound.url, *flags)
     assert (ran.code, ran.stderr) == (0, "")
     if mode == "human":
-        assert ran.stdout == f"{sound.url}  step 1: 4 tensors compared, nothing is wrong\n"
+        assert ran.stdout == f"{sound.url}  step 1: OK, 4 tensors compared\n"
     if mode == "quiet":
         assert ran.stdout == ""
     if mode == "json":
@@ -342,10 +342,10 @@ def test_verify_says_what_it_could_not_look_at(cli: Cli, bucket: Path, start: St
     server.vllm.workers.unaudited = ["model.norm.weight"]
     ran = cli("verify", bucket, "--server", server.url)
     assert ran.code == 3
-    some = "3 of 4 tensors compared, nothing is wrong with those; 1 not looked at"
+    some = "OK, 3 of 4 tensors compared, 1 not checked"
     assert ran.stdout == f"{server.url}  step 1: {some}\n"
     name = "'model.norm.weight'"
-    what = f"{server.url}: 1 of 4 tensors could not be looked at: {name}"
+    what = f"{server.url}: 1 of 4 tensors could not be checked: {name}"
     assert ran.stderr == f"warning: unproven: {what}\n"
     (row,) = cli("verify", bucket, "--server", server.url, "--json").json["replicas"]
     assert (row["tensors"], row["checked"], row["unaudited"]) == (4, 3, ["model.norm.weight"])
@@ -357,7 +357,7 @@ def test_verify_says_that_a_server_is_paused(cli: Cli, bucket: Path, start: Star
     server.vllm.paused = True
     ran = cli("verify", bucket, "--server", server.url)
     assert (ran.code, ran.stderr) == (0, "")
-    assert ran.stdout.endswith("4 tensors compared, nothing is wrong; paused\n")
+    assert ran.stdout.endswith("OK, 4 tensors compared; paused\n")
     assert cli("verify", bucket, "--server", server.url, "--json").json["replicas"][0]["paused"]
 
 

@@ -451,7 +451,7 @@ def test_another_base_is_a_conflict(
     base = base_at(tmp_path, wrong, shards=0 if layout.startswith("file") else 2)
     out = None if layout.endswith("in place") else tmp_path / "out"
     was = content(tmp_path)
-    with pytest.raises(Conflict, match="base is another") as caught:
+    with pytest.raises(Conflict, match="wrong base") as caught:
         apply_delta(delta, base, out)
     assert caught.value.file == str(delta)
     assert content(tmp_path) == was
@@ -469,7 +469,7 @@ def test_another_base_that_shows_late_is_a_conflict(
     base = base_at(tmp_path, wrong, shards)
     was = content(tmp_path)
     for out in (tmp_path / "out", None):
-        with pytest.raises(Conflict, match="base is another"):
+        with pytest.raises(Conflict, match="wrong base"):
             apply_delta(delta, base, out)
     assert content(tmp_path) == was
 

@@ -26,15 +26,15 @@ CONFLICT = 11
 INTERRUPTED = 130
 
 MEANINGS = {
-    OK: "done, or verified",
+    OK: "success",
     FAILED: "any other failure; for diff --exit-code: they differ",
-    USAGE: "the command line makes no sense",
-    UNSOUND: "verification failed: a broken chain, a torn file, or bits that differ",
-    NOT_ALLOWED: "not allowed: authentication or permission",
-    TRANSIENT: "transient: network or a busy server; trying again may help",
+    USAGE: "usage error",
+    UNSOUND: "verification failed: a broken chain, a damaged file, or bits that differ",
+    NOT_ALLOWED: "not allowed: authentication or permission failed",
+    TRANSIENT: "temporary failure: network or a busy server; try again",
     NOT_FOUND: "no such bucket, chain, step or file",
-    CONFLICT: "conflict: the step exists with other content, the base or the model is another, or "
-    "a directory holds what is not to be replaced",
+    CONFLICT: "conflict: the step exists with other content, the base or the model is not "
+    "the right one, or a directory holds something that must not be replaced",
     INTERRUPTED: "interrupted",
 }
 """Every exit status, in order; the manual's table."""

@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, get_args
@@ -43,6 +43,45 @@ def age(text: str) -> int:
     return int(match[1]) * _SECONDS[match[2]]
 
 
+LATEST = "latest"
+_STEP = re.compile(rf"-?[0-9]{{1,18}}|{LATEST}")
+
+
+def step_named(word: str) -> int | None:
+    """A step: its number, ``latest``, which is None, or from the tip back, -1 being the tip."""
+    if _STEP.fullmatch(word) is None:
+        raise typer.BadParameter(f"{word!r} is not a step: a number, {LATEST}, or -2 and so on")
+    return None if word == LATEST else int(word)
+
+
+def _steps_in(bucket: str) -> list[int]:
+    """The steps of a bucket on this machine, newest first, by the names of its objects alone."""
+    from deltactl.format.link_names import step_of
+
+    found = set()
+    for kind in ("deltas", "anchors"):
+        with suppress(OSError):
+            for path in Path(bucket, kind).iterdir():
+                name = f"{kind}/{path.name}"
+                found |= {step_of(name), step_of(f"{name}/any")}
+    return sorted((step for step in found if step is not None), reverse=True)
+
+
+def complete_place(incomplete: str) -> list[str]:
+    """The steps of a local bucket once ``@`` is typed."""
+    bucket, at, begun = incomplete.rpartition("@")
+    steps = [LATEST, *map(str, _steps_in(bucket))] if at and bucket else []
+    return [f"{bucket}@{step}" for step in steps if step.startswith(begun)]
+
+
+def complete_step(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The steps of the local bucket that is named already, for ``--step``."""
+    words = (ctx.params.get("bucket"), ctx.params.get("target"), *ctx.args)
+    place = next((str(word) for word in words if word), "")
+    steps = [LATEST, *map(str, _steps_in(place))]
+    return [step for step in steps if step.startswith(incomplete)]
+
+
 WHERE = (
     "a directory, hf://buckets/NAMESPACE/NAME[/PREFIX], s3://BUCKET[/PREFIX], gs://BUCKET[/PREFIX] "
     "or az://CONTAINER[/PREFIX]"
@@ -50,13 +89,21 @@ WHERE = (
 """The addresses that buckets have."""
 
 Bucket = Annotated[str, typer.Argument(metavar="BUCKET", help=f"Where the chain lives: {WHERE}.")]
+BucketAtStep = Annotated[
+    str,
+    typer.Argument(
+        metavar="BUCKET[@STEP]",
+        help=f"Where the chain lives: {WHERE}. STEP: a number, latest, or -2 for the one before.",
+        autocompletion=complete_place,
+    ),
+]
 Jobs = Annotated[
     int | None,
     typer.Option(
         "--jobs",
         metavar="N",
         min=1,
-        help="Requests to make at once; by default what suits the store.",
+        help="Number of parallel requests; by default what suits the store.",
         show_default=False,
     ),
 ]
@@ -66,8 +113,8 @@ LimitRate = Annotated[
         "--limit-rate",
         metavar="RATE",
         parser=rate,
-        help="Bytes a second to transfer at most, all requests together, as 500k, 10M or 1.5G "
-        "(k is 1000). What is read in place, from a directory, is not held up.",
+        help="Limit transfers to this many bytes a second in all, as 500k, 10M or 1.5G (k"
+        " is 1000). Files that are read in place, from a directory, are not limited.",
         show_default=False,
     ),
 ]
@@ -76,9 +123,9 @@ Encoding = Annotated[
     typer.Option(
         "--encoding",
         metavar="|".join(get_args(EncodingName)),
-        help="How changes are stored: ulp_ctx is the smallest, ulp less small and quicker, raw and "
-        "gap_delta are what TRL's readers take; auto is the one that gets the delta there soonest, "
-        "by a sample.",
+        help="How changes are stored: ulp_ctx is the smallest, ulp is larger and faster, "
+        "raw and gap_delta can be read by TRL; auto picks the one that is fastest "
+        "end to end, from a sample.",
     ),
 ]
 Bandwidth = Annotated[
@@ -97,7 +144,7 @@ Servers = Annotated[
     typer.Option(
         "--server",
         metavar="URL",
-        help="A running vLLM server, as http://HOST:PORT; give the option once for each.",
+        help="A running vLLM server, as http://HOST:PORT; repeat the option for each server.",
         show_default=False,
     ),
 ]
@@ -107,15 +154,15 @@ Timeout = Annotated[
         "--timeout",
         metavar="SECONDS",
         min=0.1,
-        help="For how long a server may not answer; ten times as long for work of its own that "
-        "shows no progress.",
+        help="How long to wait for an answer; ten times as long for work in the server "
+        "that shows no progress.",
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", "-n", help="Say what would be done, and do nothing.")
+    bool, typer.Option("--dry-run", "-n", help="Show what would be done, and do nothing.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors and warnings.")]
 
 
 def output(ctx: typer.Context, *, json: bool, quiet: bool) -> Output:
@@ -142,10 +189,20 @@ def is_delta(word: str) -> bool:
     return path == STDIO or is_delta_path(path)
 
 
-def bucket_and_step(word: str) -> tuple[str, int] | None:
-    """``BUCKET@STEP`` apart, at the last ``@`` that digits follow; None if there is no step."""
+def bucket_and_step(word: str) -> tuple[str, int | None] | None:
+    """``BUCKET@STEP`` apart, at the last ``@`` that a step follows; None if there is no step."""
     bucket, at, step = word.rpartition("@")
-    return (bucket, int(step)) if at and bucket and step.isascii() and step.isdigit() else None
+    return (bucket, step_named(step)) if at and bucket and _STEP.fullmatch(step) else None
+
+
+def place_and_step(word: str, step: int | None) -> tuple[str, int | None]:
+    """The bucket and the step of a word that may have one, beside ``--step``. Raises UsageError."""
+    apart = bucket_and_step(word)
+    if apart is None:
+        return word, step
+    if step not in (None, apart[1]):
+        raise UsageError("two steps are named", expected=f"{word} or --step {step}")
+    return apart
 
 
 @contextmanager
