@@ -38,6 +38,10 @@ def test_other_blocks_are_refused(readme: str) -> None:
         commands(readme)
 
 
+def test_what_a_terminal_showed_is_no_command() -> None:
+    assert commands(f"```\n$ x\nprinted\n```\n{2 * BLOCK}") == ["x", "x"]
+
+
 def test_blocks_below_the_first_heading_do_not_count() -> None:
     assert commands(f"{BLOCK}\n```sh\ny z\n```\n\n## More\n{BLOCK}") == ["x", "y z"]
 

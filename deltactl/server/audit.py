@@ -149,9 +149,9 @@ def _identified(
     return engine
 
 
-def _exchanged(server: Server, chain: Chain, taken: EngineState, live: EngineState) -> Conflict:
+def _exchanged(server: Server, chain: Chain, taken: EngineState, live: EngineState) -> Malformed:
     """Somebody else has loaded another state that the server knows, its directory's say."""
-    return Conflict(
+    return Malformed(
         "the server's live weights are another state than it was taken for",
         file=server.url,
         step=taken.step,

@@ -126,7 +126,7 @@ def test_a_check_names_the_step_that_was_loaded_by_another_hand(start: Start, st
     apply(steps, 3, server)
     server.vllm.rpc("reload_weights", {})
     found = audit(steps, None, server)
-    assert isinstance(found.error, Conflict)
+    assert isinstance(found.error, Malformed)
     assert (found.step, found.state) == (1, steps.states[1])
     assert found.error.found == f"step 1, state {steps.states[1]}"
     assert found.error.hint == f"deltactl apply {steps.url}@3 --server {server.url}"

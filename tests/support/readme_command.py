@@ -1,7 +1,8 @@
 """README's commands, as they stand: ``python -m tests.support.readme_command NUMBER`` prints one.
 
 The first shows what deltactl does, the second runs the tests. They are the blocks of code above
-README's first heading but the title. Imports nothing, so that any Python runs it.
+README's first heading but the title; one that begins with a prompt shows a terminal, and is none.
+Imports nothing, so that any Python runs it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _BLOCK = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def commands(readme: str) -> list[str]:
     """Raises ValueError unless there are as many as there should be, each a single line."""
-    found = [block.strip() for block in _BLOCK.findall(readme.partition("\n## ")[0])]
+    blocks = _BLOCK.findall(readme.partition("\n## ")[0])
+    found = [block.strip() for block in blocks if not block.startswith("$ ")]
     if len(found) != COMMANDS or any(len(block.splitlines()) != 1 for block in found):
         raise ValueError(f"README has to begin with {COMMANDS} commands of one line: {found}")
     return found
