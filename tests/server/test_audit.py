@@ -75,6 +75,10 @@ def test_no_step_of_the_chain(start: Start, steps: Steps) -> None:
     server.vllm.workers.state = "0" * 64
     (found,) = audit(steps, None, server)
     assert isinstance(found.error, Conflict)
+    assert found.error.expected == "a state of the chain"
+    (found,) = audit(steps, 2, server)
+    assert found.error is not None
+    assert found.error.expected == f"state {steps.states[2]}"
 
 
 def test_an_older_view_of_the_chain_sends_no_server_back(
@@ -88,6 +92,29 @@ def test_an_older_view_of_the_chain_sends_no_server_back(
     (found,) = audit_servers(LocalBucket(copied), None, [server.url], timeout=10).replicas
     assert isinstance(found.error, Conflict)
     assert (found.step, found.error.hint) == (4, f"deltactl log {copied}")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_doctor_counts_ranks(ranks: int, start: Start) -> None:
+    (found,) = [finding for finding in examine(start(ranks=ranks).url) if finding.check == "plugin"]
+    assert ("1 rank, " if ranks == 1 else "2 ranks, ") in found.what
+
+
+def test_doctor_says_from_what_a_step_can_be_loaded(start: Start, steps: Steps) -> None:
+    goal = ChainGoal(read_chain(steps.bucket), 3)
+    for server, known in ((start(), "step 1: 2 deltas"), (start(dummy=True), "unknown weights: ")):
+        found = [f for f in examine(server.url, goal=goal) if f.check == "step" and f.level == "ok"]
+        assert found[0].what.startswith(f"step 3 can be loaded from {known}")
+
+
+def test_parameters_that_were_exchanged_are_looked_at_where_they_are_now(
+    start: Start, steps: Steps
+) -> None:
+    server = start()
+    apply_to_servers(steps.bucket, 2, [server.url], QUICK)
+    server.vllm.workers.exchanged = True
+    (found,) = audit(steps, None, server)
+    assert (found.error, found.step, found.checked) == (None, 2, len(server.vllm.workers.tensors))
 
 
 def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -> None:

@@ -673,6 +673,10 @@ def test_one_slow_and_one_dead_server_hold_up_no_other(start: Start, steps: Step
     assert [replica.url for replica in replicas] == urls
     assert [replica.error is None for replica in replicas] == [s is not dead for s in servers]
     assert isinstance(replicas[4].error, Transient)
+    assert replicas[4].notes == [], "no pause was asked for"
+    facts = replicas[4].facts()
+    nothing = ("deltas", "elements", "bytes_fetched", "seconds_staging")
+    assert [facts[key] for key in nothing] == [0, 0, 0, 0]
     for server in (*others, slow):
         assert_serves(server, steps, 3)
 

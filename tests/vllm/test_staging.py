@@ -641,6 +641,20 @@ def test_a_repair_of_little_can_be_taken_back(tmp_path: Path) -> None:
         assert rank.holds(broken)
 
 
+def test_what_does_not_take_its_old_bits_is_not_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever rolls back has to read what is live then."""
+    before = tensors_of("BF16")
+    after = {**before, "norm.weight": changed(before["norm.weight"], 0.5)}
+    (rank,) = make_ranks(before)
+    found = staged(rank, links(tmp_path, [before, after]))
+    assert judged([found]) == "ready"
+    assert written(found)
+    monkeypatch.setattr(type(found.patches), "write_old", lambda patches: None)
+    assert not found.roll_back()
+
+
 def test_a_repair_after_a_fault_in_the_middle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,6 +56,7 @@ class Workers:
         self.first: tuple[str, dict[str, int]] | None = None  # the directory's state and sums
         self.steps: dict[str, int] = {}
         self.doubt: DeltactlError | None = None
+        self.exchanged = False
         self.taken: tuple[str | None, int | None] = (None, None)
         self.asleep: list[str] = []
         self.level = 0  # of the sleep
@@ -142,10 +143,11 @@ class Workers:
         found = weights.load(self.model)
         state = weights.state(found)
         with self._lock:
-            self.identity, self.state, self.step = "known", state, steps.get(state)
-            for name, live in found.items():
-                self.sums[name] = weights.part_sum(live.bits, slice(0, live.bits.size))
-            self.first = state, dict(self.sums)
+            self.identity = "known"
+            sums = {n: weights.part_sum(t.bits, slice(0, t.bits.size)) for n, t in found.items()}
+            self.first = state, sums
+            if self.state is None:  # else it knows what was written last
+                self.state, self.step, self.sums = state, steps.get(state), dict(sums)
 
     def _deltactl_map(self) -> None:
         self._check_awake()
@@ -331,6 +333,9 @@ class Workers:
 
     def _deltactl_audit(self) -> None:
         self._check_awake()
+        if self.exchanged:  # another loader made new parameters: where they lie is not known
+            self.exchanged, self.map, self.identity = False, None, "unknown"
+            return
         if self.identity != "known" or self.map is None:
             raise UsageError("nothing to audit against")
         self.audit = {"phase": "running", "checked": 0, "differing": [], "unaudited": []}
