@@ -117,6 +117,20 @@ def test_parameters_that_were_exchanged_are_looked_at_where_they_are_now(
     assert (found.error, found.step, found.checked) == (None, 2, len(server.vllm.workers.tensors))
 
 
+def test_a_server_that_holds_a_step_needs_no_anchor(
+    start: Start, steps: Steps, tmp_path: Path
+) -> None:
+    """What tensors the step has is not known then, and no reason to take it for another model."""
+    copied = tmp_path / "copy"
+    shutil.copytree(steps.url, copied)
+    server = start()
+    apply_to_servers(LocalBucket(copied), 2, [server.url], QUICK)
+    shutil.rmtree(copied / "anchors")
+    (report,) = apply_to_servers(LocalBucket(copied), 3, [server.url], QUICK).replicas
+    assert (report.error, report.how, report.step_after) == (None, "deltas", 3)
+    assert server.live == steps.states[3]
+
+
 def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -> None:
     server = start()
     server.vllm.workers.unaudited = ["model.norm"]
