@@ -120,7 +120,8 @@ def test_parameters_that_were_exchanged_are_looked_at_where_they_are_now(
 def test_a_server_that_holds_a_step_needs_no_anchor(
     start: Start, steps: Steps, tmp_path: Path
 ) -> None:
-    """What tensors the step has is not known then, and no reason to take it for another model."""
+    """What tensors the step has is not known then, and no reason to take a server for another
+    model's; one that holds no step is refused for what is missing."""
     copied = tmp_path / "copy"
     shutil.copytree(steps.url, copied)
     server = start()
@@ -129,6 +130,10 @@ def test_a_server_that_holds_a_step_needs_no_anchor(
     (report,) = apply_to_servers(LocalBucket(copied), 3, [server.url], QUICK).replicas
     assert (report.error, report.how, report.step_after) == (None, "deltas", 3)
     assert server.live == steps.states[3]
+    stranger = start(dummy=True)
+    (report,) = apply_to_servers(LocalBucket(copied), 3, [stranger.url], QUICK).replicas
+    assert isinstance(report.error, Malformed)
+    assert report.error.what.startswith("the chain is broken: ")
 
 
 def test_tensors_that_cannot_be_looked_at_are_told(start: Start, steps: Steps) -> None:
