@@ -9,8 +9,6 @@ from transformers import TrainerCallback
 
 from deltactl.chain.store import Bucket
 from deltactl.trainer.publisher import Publisher
-from deltactl.trainer.ranks.piece import is_spread
-from deltactl.trainer.ranks.publisher import RanksPublisher
 from deltactl.trainer.report import log
 
 
@@ -31,7 +29,7 @@ class DeltaCallback(TrainerCallback):
     """
 
     def __init__(self, bucket: str | os.PathLike[str] | Bucket, **options: Any) -> None:
-        self.publisher: Publisher | RanksPublisher | None = None
+        self.publisher: Publisher | None = None
         self._bucket, self._options = bucket, options
 
     def on_train_begin(
@@ -47,8 +45,7 @@ class DeltaCallback(TrainerCallback):
         options: dict[str, Any] = {"files": tokenizer} | self._options
         if self.publisher is not None:
             self.publisher.abandon()  # of a training that an exception ended, or long closed
-        publisher = RanksPublisher if is_spread(model) else Publisher
-        self.publisher = publisher(model, self._bucket, step=state.global_step, **options)
+        self.publisher = Publisher(model, self._bucket, step=state.global_step, **options)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         if self.publisher is not None:

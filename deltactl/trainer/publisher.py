@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
 import torch
 
 from deltactl.chain.anchor_policy import AnchorPolicy, Every
 from deltactl.chain.store import Bucket
 from deltactl.codec import DEFAULT, encoding_named
-from deltactl.trainer.capture.capture import Capturer
-from deltactl.trainer.capture.mirror import MEMORY, Mirror
-from deltactl.trainer.model.gate import Gate
-from deltactl.trainer.model.masters import Masters
+from deltactl.trainer.capture.mirror import MEMORY
 from deltactl.trainer.model.names import Names, Naming, unwrapped
 from deltactl.trainer.model.optimizers import Given
-from deltactl.trainer.model.tensors import Live, check_not_empty, check_view, live_tensors
+from deltactl.trainer.model.tensors import check_view
 from deltactl.trainer.upload.account import Notify
-from deltactl.trainer.upload.aux_files import Files, collect
-from deltactl.trainer.upload.line import Captured, Line
-from deltactl.trainer.upload.local_base import LocalBase
-from deltactl.trainer.upload.put import check_writable, opened
-from deltactl.trainer.upload.resume import Begin, begin
-from deltactl.trainer.upload.scratch import emptied, scratch_directory
+from deltactl.trainer.upload.aux_files import Files
 from deltactl.trainer.upload.stepping import Stepping
-from deltactl.trainer.upload.waiting import PATIENTLY, Waiting
 
 
-class Publisher(Stepping[Line]):
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a publisher needs of its arguments to begin; see Publisher."""
+
+    bucket: str | os.PathLike[str] | Bucket
+    step: int | None
+    encoding: str
+    anchors: AnchorPolicy
+    files: Files | None
+    scratch: str | os.PathLike[str] | None
+    mirror: Literal["memory", "disk"]
+    notify: Notify | None
+    allow_other_model: bool
+
+
+class Publisher(Stepping[Any]):
     """Publishes a model's weights, step by step, into a bucket::
 
         with Publisher(model, "s3://bucket/run", optimizer=optimizer):
@@ -47,8 +51,11 @@ class Publisher(Stepping[Line]):
     fails is tried again, for as long as the run goes on; a step that could not even be encoded is
     part of the next link. What is known to have failed, and not yet been made good, is ``error``.
 
-    ``model``: may be wrapped by torch.compile, DistributedDataParallel, Accelerate; of several
-    ranks that hold the same weights only rank 0 publishes.
+    ``model``: may be wrapped by torch.compile, DistributedDataParallel, Accelerate. Of several
+    ranks that hold the same weights only rank 0 publishes. Where a model is spread over ranks, as
+    fully_shard and tensor parallelism leave it, each publishes its part and none ever has all of
+    it: then every rank makes a publisher with the same arguments and calls ``publish`` and
+    ``close`` as often as the others; see RanksPublisher.
 
     ``bucket``: a bucket's address, or a Bucket.
 
@@ -99,6 +106,11 @@ class Publisher(Stepping[Line]):
     another publisher of this machine has ``scratch``; and what the bucket raises.
     """
 
+    def __new__(cls, model: torch.nn.Module, *_: Any, **__: Any) -> Self:
+        """The kind of publisher that the model takes."""
+        made: Self = super().__new__(_kind_for(model) if cls is Publisher else cls)
+        return made
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -123,96 +135,21 @@ class Publisher(Stepping[Line]):
         super().__init__(optimizer, step, when_busy, max_wait)
         self._model, self._dtype = unwrapped(model), dtype
         self._naming = Naming(model, names)
-        self._encoding: tuple[Captured, Future[bool]] | None = None
-        live = self._live()
-        if not _is_first_rank():
-            self._watch()
-            return
-        to = opened(bucket)
-        with contextlib.ExitStack() as stack:
-            place = stack.enter_context(scratch_directory(scratch, to.url))
-            held = Mirror(mirror, place)
-            stack.callback(held.close)
-            start = begin(to, place / "base", held)
-            aux = collect(self._model, files, dtype, place / "files")
-            self._gate = Gate(to.url, aux, allow=allow_other_model)
-            if self._gate.admit(start.model, start.step, live):
-                held.tensors.clear()
-                start = Begin(start.newest)
-            check_writable(to)
-            base = LocalBase(place / "base", aux)
-            self._newest = start.newest
-            if step is None and start.step is not None:
-                self._training = start.step
-            self._capturer = Capturer(held)
-            stack.callback(self._capturer.close)
-            self._encoder = ThreadPoolExecutor(1, thread_name_prefix="deltactl-encode")
-            stack.callback(self._encoder.shutdown)
-            line = Line(
-                to,
-                start,
-                base,
-                emptied(place / "deltas"),
-                encoding=encoding,
-                masters=Masters(encoding, wanted=dtype is None),
-                cadence=anchors,
-                notify=notify,
+        self._open(
+            Settings(
+                bucket, step, encoding, anchors, files, scratch, mirror, notify, allow_other_model
             )
-            self._begin(self._model, line, self._encoder, stack.pop_all())
+        )
 
-    def _check(self) -> None:
-        self._live()
-
-    def _live(self) -> dict[str, Live]:
-        """What there is to publish; looked at on every rank, so that all refuse alike."""
-        tensors = self._naming.tensors()
-        live = live_tensors(tensors, self._dtype)
-        check_not_empty(sum(tensor.flat.numel() for tensor in live.values()))
-        self._optimizers.check(tensors.values())
-        return live
-
-    def _capture(self, line: Line, began: float, waiting: Waiting) -> None:
-        self._await_encoding()
-        if not line.room(waiting):
-            self._merged += 1
-            return
-        step = self._number()
-        live = live_tensors(self._naming.tensors(), self._dtype)
-        self._gate.watch(self._capturer.mirror.tensors, live)
-        capture = self._capturer.capture(live)
-        blocked = self._blocked + time.monotonic() - began
-        captured = Captured(capture, step, self._training, self._merged, began, blocked)
-        self._encoding = captured, self._encoder.submit(line.encode, captured)
-        self._blocked, self._merged = began - time.monotonic(), 0
-
-    def _await_encoding(self) -> None:
-        """Wait until the mirror is free; take note of what became of the last capture."""
-        if self._encoding is None:
-            return
-        captured, future = self._encoding
-        self._encoding = None
-        if future.result():
-            self._newest = captured.step
-        else:
-            self._merged += captured.merged_steps + 1
-
-    def _finish(self, line: Line, complete: bool) -> None:
-        self._await_encoding()
-        if not (self._merged and complete) or line.over:
-            return
-        self._merged -= 1  # the last of these steps gets a link now
-        try:
-            self._capture(line, time.monotonic(), PATIENTLY)
-            self._await_encoding()
-        except Exception as error:
-            self._merged += 1
-            line.fail(error)
-        if self._merged and line.error is not None:
-            line.fail(line.error)  # also if what waits is confirmed yet, this is not made good
+    def _open(self, settings: Settings) -> None:
+        """Look at the model and the bucket, and begin."""
+        raise NotImplementedError
 
 
-def _is_first_rank() -> bool:
-    distributed = torch.distributed
-    return not (
-        distributed.is_available() and distributed.is_initialized() and distributed.get_rank()
-    )
+def _kind_for(model: torch.nn.Module) -> Any:
+    from deltactl.trainer.ranks.piece import is_spread
+    from deltactl.trainer.ranks.publisher import RanksPublisher
+    from deltactl.trainer.single import SinglePublisher
+
+    spread = isinstance(model, torch.nn.Module) and is_spread(model)
+    return RanksPublisher if spread else SinglePublisher

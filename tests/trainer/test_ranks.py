@@ -137,7 +137,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from deltactl.trainer import RanksPublisher
+from deltactl.trainer import Publisher
 from tests.support.ranked import Run, uneven
 from pathlib import Path
 
@@ -146,7 +146,7 @@ run = Run(Path(sys.argv[1]), dist.get_rank(), dist.get_world_size(), 0)
 model = uneven()
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-with RanksPublisher(model, sys.argv[1] + "/bucket", optimizer=optimizer):
+with Publisher(model, sys.argv[1] + "/bucket", optimizer=optimizer):
     for step in range(1, 4):
         run.train(model, optimizer, step)
         run.note(model, step)

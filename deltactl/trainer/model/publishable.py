@@ -63,7 +63,7 @@ def _fsdp1(found: str) -> Unsupported:
     return Unsupported(
         "a model that FullyShardedDataParallel (FSDP1) has wrapped cannot be published",
         found=found,
-        hint="fully_shard (FSDP2) and deltactl.trainer.RanksPublisher on every rank; with "
+        hint="fully_shard (FSDP2) and deltactl.trainer.Publisher on every rank; with "
         "transformers' Trainer: fsdp_config={'version': 2}",
     )
 

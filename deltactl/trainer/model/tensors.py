@@ -85,8 +85,8 @@ def check_view(dtype: str | None) -> None:
 
 def _live(name: str, tensor: torch.Tensor, dtype: str | None) -> Live:
     if hasattr(tensor, "to_local"):  # a DTensor
-        what = "a tensor that is spread over ranks cannot be published by one of them"
-        hint = "deltactl.trainer.RanksPublisher, on every rank"
+        what = "a tensor is spread over ranks since the publisher was made"
+        hint = "make the Publisher after fully_shard and the like, on every rank"
         raise Unsupported(what, tensor=name, found=type(tensor).__name__, hint=hint)
     if (missing := _missing(tensor)) is not None:
         hint = f"make the publisher when the weights are there, or leave it out: {_LEFT_OUT}"

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Literal
 
-import torch
-
-from deltactl.chain.anchor_policy import AnchorPolicy, Every
-from deltactl.chain.store import Bucket
-from deltactl.codec import DEFAULT, encoding_named
-from deltactl.trainer.capture.mirror import MEMORY, Mirror
+from deltactl.trainer.capture.mirror import Mirror
 from deltactl.trainer.model.gate import Gate
 from deltactl.trainer.model.masters import Masters
-from deltactl.trainer.model.names import Names, Naming, Tensors, unwrapped
-from deltactl.trainer.model.optimizers import Given
-from deltactl.trainer.model.tensors import check_not_empty, check_view
+from deltactl.trainer.model.names import Tensors
+from deltactl.trainer.model.tensors import check_not_empty
+from deltactl.trainer.publisher import Publisher, Settings
 from deltactl.trainer.ranks.capture import Parts, describe
 from deltactl.trainer.ranks.group import Group, RankLost, on_all
 from deltactl.trainer.ranks.layout import lay_out
 from deltactl.trainer.ranks.line import RankLine, Status, Taken
 from deltactl.trainer.ranks.resume import Begin, Plan, begin
-from deltactl.trainer.upload.account import Notify
-from deltactl.trainer.upload.aux_files import Files, collect
+from deltactl.trainer.upload.aux_files import collect
 from deltactl.trainer.upload.put import check_writable, opened
 from deltactl.trainer.upload.scratch import emptied, scratch_directory
-from deltactl.trainer.upload.stepping import Stepping
 from deltactl.trainer.upload.waiting import AT_ONCE, PATIENTLY, Waiting
 
 
-class RanksPublisher(Stepping[RankLine]):
-    """Publishes a model that is spread over ranks, step by step, into a bucket::
+class RanksPublisher(Publisher):
+    """Publishes a model of many ranks, each its part of the work::
 
         fully_shard(model)
-        with RanksPublisher(model, "s3://bucket/run", optimizer=optimizer):
+        with Publisher(model, "s3://bucket/run", optimizer=optimizer):
             ...  # the training loop as it is, on every rank
 
-    All that ``Publisher`` says holds, and every rank makes one with the same arguments, calls
-    ``publish`` and ``close`` as often as the others, and waits for them there. The model is as
-    fully_shard, DistributedDataParallel or nothing has left it: tensors may be DTensors that are
+    What ``Publisher`` makes of a model that is spread over ranks; by its own name it also shares
+    the work for one that all ranks have whole, as DistributedDataParallel leaves it. All that
+    ``Publisher`` says holds, and every rank makes one with the same arguments, calls ``publish``
+    and ``close`` as often as the others, and waits for them there. Tensors may be DTensors that are
     sharded or replicated over any mesh, or the same on all ranks.
 
     Nobody ever has the whole model. Each tensor has one rank that writes it, so that all write
@@ -61,32 +53,10 @@ class RanksPublisher(Stepping[RankLine]):
     keeps the step there that the last run of that machine began with.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        bucket: str | os.PathLike[str] | Bucket,
-        *,
-        optimizer: Given | None = None,
-        step: int | None = None,
-        encoding: str = DEFAULT,
-        anchors: AnchorPolicy = Every(),  # noqa: B008 - frozen
-        when_busy: Literal["wait", "merge"] = "wait",
-        max_wait: float | None = None,
-        files: Files | None = None,
-        names: Names | None = None,
-        dtype: Literal["bfloat16"] | None = None,
-        scratch: str | os.PathLike[str] | None = None,
-        mirror: Literal["memory", "disk"] = MEMORY,
-        notify: Notify | None = None,
-        allow_other_model: bool = False,
-    ) -> None:
-        encoding_named(encoding)
-        check_view(dtype)
-        super().__init__(optimizer, step, when_busy, max_wait)
-        self._model, self._dtype = unwrapped(model), dtype
-        self._naming = Naming(model, names)
+    def _open(self, settings: Settings) -> None:
         self._encoding: tuple[Taken, Future[bool]] | None = None
-        to = opened(bucket)
+        dtype = self._dtype
+        to = opened(settings.bucket)
         with contextlib.ExitStack() as stack:
             self._group = group = Group()
             stack.callback(group.close)
@@ -94,8 +64,8 @@ class RanksPublisher(Stepping[RankLine]):
 
             def prepare() -> tuple[Path, Mirror, Mirror]:
                 below = f"rank-{group.rank:05d}"
-                place = stack.enter_context(scratch_directory(scratch, to.url, below))
-                mirrors = Mirror(mirror, place), Mirror(mirror, place)
+                place = stack.enter_context(scratch_directory(settings.scratch, to.url, below))
+                mirrors = Mirror(settings.mirror, place), Mirror(settings.mirror, place)
                 for held in mirrors:
                     stack.callback(held.close)
                 check_writable(to)
@@ -111,8 +81,8 @@ class RanksPublisher(Stepping[RankLine]):
             def admit() -> tuple[dict[str, Path], bool]:
                 if group.rank:
                     return {}, False
-                aux = collect(self._model, files, dtype, place / "files")
-                gate = Gate(to.url, aux, allow=allow_other_model)
+                aux = collect(self._model, settings.files, dtype, place / "files")
+                gate = Gate(to.url, aux, allow=settings.allow_other_model)
                 tensors = {tensor.name: tensor for tensor in layout.tensors}
                 return aux, gate.admit(start.plan.model, start.plan.step, tensors)
 
@@ -123,7 +93,7 @@ class RanksPublisher(Stepping[RankLine]):
                 start = Begin(Plan(start.plan.newest))
             attempt = group.gather(secrets.token_hex(4))[0]
             self._newest = start.plan.newest
-            if step is None and start.plan.step is not None:
+            if settings.step is None and start.plan.step is not None:
                 self._training = start.plan.step
 
             def line() -> RankLine:
@@ -136,10 +106,10 @@ class RanksPublisher(Stepping[RankLine]):
                     aux,
                     emptied(place / "deltas"),
                     attempt=attempt,
-                    encoding=encoding,
-                    masters=Masters(encoding, wanted=dtype is None and group.rank == 0),
-                    cadence=anchors,
-                    notify=notify,
+                    encoding=settings.encoding,
+                    masters=Masters(settings.encoding, wanted=dtype is None and group.rank == 0),
+                    cadence=settings.anchors,
+                    notify=settings.notify,
                 )
 
             made = on_all(group, line)

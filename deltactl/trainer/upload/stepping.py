@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 import weakref
-from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -24,7 +23,7 @@ from deltactl.trainer.upload.waiting import Waiting
 L = TypeVar("L", bound=Account)
 
 
-class Stepping(ABC, Generic[L]):
+class Stepping(Generic[L]):
     """What publishers have in common. ``_line`` is None where nothing is published."""
 
     def __init__(
@@ -111,13 +110,13 @@ class Stepping(ABC, Generic[L]):
             log.warning("nothing is published by a process that was forked from the publisher's")
         self._foreign_told = True
 
-    @abstractmethod
     def _check(self) -> None:
         """Raise, on all ranks alike, where the model cannot be published as it is now."""
+        raise NotImplementedError
 
-    @abstractmethod
     def _capture(self, line: L, began: float, waiting: Waiting) -> None:
         """Take what changed, or count the step as one whose changes are in the next link."""
+        raise NotImplementedError
 
     def _number(self) -> int:
         """The chain's step for the training's."""
@@ -187,9 +186,9 @@ class Stepping(ABC, Generic[L]):
             else:
                 self._ending.finish_soon()
 
-    @abstractmethod
     def _finish(self, line: L, complete: bool) -> None:
         """Let a link have what is left; ``complete`` as above."""
+        raise NotImplementedError
 
     def __enter__(self) -> Self:
         return self
