@@ -15,7 +15,8 @@ from deltactl.core.errors import Transient
 from deltactl.files.temporary import Outcome, Unfinished
 
 log = logging.getLogger("deltactl.bucket")
-"""A line at WARNING where a bucket is waited for."""
+"""A line at WARNING where a bucket is waited for, at INFO for a try that failed, at DEBUG for each
+request."""
 
 R = TypeVar("R")
 
@@ -74,22 +75,24 @@ class RetryingBucket:
         return self._bucket.path(name)
 
     def list(self) -> Iterable[Object]:
-        return self._again(lambda: [*self._bucket.list()])  # as a whole: a page may fail
+        return self._again("list", lambda: [*self._bucket.list()])  # as a whole: a page may fail
 
     def read(self, name: str, start: int, stop: int) -> bytes | memoryview:
-        return self._again(lambda: self._bucket.read(name, start, stop))
+        return self._again(
+            f"read {name} {start}-{stop}", lambda: self._bucket.read(name, start, stop)
+        )
 
     def fetch(self, name: str, target: Path) -> None:
-        self._again(lambda: self._bucket.fetch(name, target))
+        self._again(f"fetch {name}", lambda: self._bucket.fetch(name, target))
 
     def delete(self, name: str) -> None:
-        self._again(lambda: self._bucket.delete(name))
+        self._again(f"delete {name}", lambda: self._bucket.delete(name))
 
     def unfinished(self) -> Iterable[Unfinished]:
-        return self._again(lambda: [*self._bucket.unfinished()])
+        return self._again("list uploads", lambda: [*self._bucket.unfinished()])
 
     def discard(self, item: Unfinished, before: float) -> Outcome:
-        return self._again(lambda: self._bucket.discard(item, before))
+        return self._again(f"discard {item.name}", lambda: self._bucket.discard(item, before))
 
     def put(self, name: str, source: Path) -> bool:
         """Create an object from a file; False, and nothing done, if the name is taken.
@@ -109,16 +112,20 @@ class RetryingBucket:
                 failed = True
                 raise
 
-        return self._again(once) or (failed and holds_bytes(self, name, source))
+        return self._again(f"put {name}", once) or (failed and holds_bytes(self, name, source))
 
-    def _again(self, work: Callable[[], R]) -> R:
+    def _again(self, what: str, work: Callable[[], R]) -> R:
         began = self._clock()
         deadline = began + self._patience
         for tried in range(1, self._tries + 1):
             try:
-                return work()
+                found = work()
+                log.debug("%s: %s, %.0f ms", self.url, what, 1000 * (self._clock() - began))
+                return found
             except Transient as error:
                 wait = self._wait(tried, error.retry_after)
+                failed = "%s: %s failed, try %d of at most %d: %s"
+                log.info(failed, self.url, what, tried, self._tries, error)
                 if tried == self._tries or self._clock() + wait > deadline:
                     raise _given_up(error, tried) from error.__cause__
                 self._tell(error, began, wait)

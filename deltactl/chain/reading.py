@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from shlex import quote
 
@@ -24,6 +25,8 @@ from deltactl.format.link_names import (
 )
 from deltactl.format.metadata_check import check_steps
 
+log = logging.getLogger("deltactl.chain")
+
 
 def read_chain(bucket: Bucket) -> Chain:
     """Read the headers of all links, many at once. Raises what the bucket raises.
@@ -45,7 +48,9 @@ def read_chain(bucket: Bucket) -> Chain:
     torn = _incomplete(links)
     links = [link for link in links if link.name not in torn]
     problems += torn.values()
-    return Chain(links, problems, reader.bytes_read, bucket.url, 1 + reader.requests, unnamed)
+    requests = 1 + reader.requests
+    log.info("%s: %d links, headers read in %d requests", bucket.url, len(links), requests)
+    return Chain(links, problems, reader.bytes_read, bucket.url, requests, unnamed)
 
 
 def read_links(bucket: Bucket, names: Sequence[str]) -> list[Link]:

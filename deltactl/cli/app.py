@@ -27,6 +27,7 @@ from deltactl.cli.doctor import doctor
 from deltactl.cli.env import env
 from deltactl.cli.interface import exits
 from deltactl.cli.interface.completion import SCRIPTS, VARIABLE, Shell
+from deltactl.cli.interface.logged import logged
 from deltactl.cli.interface.manual import Verb
 from deltactl.cli.interface.output import Output
 from deltactl.cli.log import log
@@ -130,7 +131,7 @@ GROUPS = {
 
 for functions in GROUPS.values():
     for function in functions:
-        app.command(cls=Verb)(function)
+        app.command(cls=Verb)(logged(function))
 
 
 def _print_version(wanted: bool) -> None:

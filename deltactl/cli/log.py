@@ -11,8 +11,8 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.exits import UNSOUND
 from deltactl.cli.interface.manual import manual
-from deltactl.cli.interface.options import Bucket, Jobs, Json, Quiet, output
-from deltactl.core.errors import NotFound
+from deltactl.cli.interface.options import Bucket, Jobs, Json, Quiet, is_delta, output
+from deltactl.core.errors import NotFound, UsageError
 from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
@@ -73,6 +73,9 @@ def log(
     from deltactl.chain.replaced import replaces_all
     from deltactl.ops.clean import leftovers_of
 
+    if is_delta(bucket):
+        hint = f"deltactl show {quote(bucket)}"
+        raise UsageError("this is a delta, and not a chain's bucket", file=bucket, hint=hint)
     opened = open_bucket(bucket, jobs=jobs)
     chain = read_chain(opened)
     if not chain.links and not chain.problems:

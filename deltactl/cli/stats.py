@@ -11,7 +11,7 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.exits import UNSOUND
 from deltactl.cli.interface.manual import manual
-from deltactl.cli.interface.options import Json, Quiet, delta_file, is_delta, output
+from deltactl.cli.interface.options import Json, Quiet, delta_file, is_delta, output, rate
 from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.core.progress import Progress
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-_MEGABIT = 1e6
 _SHOWN = 20  # rows of one table on the screen
 _LONG = 64  # steps above this share a row
 
@@ -53,7 +52,7 @@ _LONG = 64  # steps above this share a row
     examples=[
         "deltactl stats step_10 step_11",
         "deltactl stats step_11.delta --json",
-        "deltactl stats /mnt/chain --bandwidth 50 --bandwidth 400",
+        "deltactl stats /mnt/chain --bandwidth 50Mbit --bandwidth 400Mbit",
     ],
 )
 def stats(
@@ -66,13 +65,13 @@ def stats(
         ),
     ],
     bandwidth: Annotated[
-        list[float] | None,
+        list[int] | None,
         typer.Option(
             "--bandwidth",
-            metavar="MBIT",
-            min=0.001,
-            help="Megabits a second to give shipping times for; may be repeated. By default 100, "
-            "1000 and 10000.",
+            metavar="RATE",
+            parser=rate,
+            help="Show shipping times for this rate, in bytes a second as 10M or in bits as 1Gbit; "
+            "repeat the option for each. By default 100Mbit, 1Gbit and 10Gbit.",
             show_default=False,
         ),
     ] = None,
@@ -89,7 +88,7 @@ def stats(
         raise UsageError("too many targets", expected="A B, DELTA or BUCKET", found=len(targets))
     with screen.progress() as progress:
         found = _measure(targets, progress)
-    rates = [rate * _MEGABIT for rate in bandwidth] if bandwidth else None
+    rates = [8.0 * each for each in bandwidth] if bandwidth else None
     document = found.facts(rates) if rates else found.facts()
     screen.result(document, lambda: _lines(document))
     problems = document["chain"]["problems"] if document["chain"] else []

@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from logging import DEBUG, INFO, getLogger
 from shlex import quote
 from time import monotonic
 from typing import Any
@@ -20,6 +21,8 @@ from deltactl.server.report import Replica
 from deltactl.server.state import UNWRITTEN, WRITTEN, Seen, UpdateState
 from deltactl.server.summing import PATIENCE, hangs, summed
 from deltactl.server.update import HELD, Do, Job, decide, look_closer
+
+log = getLogger("deltactl.server")
 
 _TRIES = 2  # of anything that fails
 _STAGINGS = 3  # an update, once more where the server has lost it, a repair
@@ -75,6 +78,7 @@ class Drive:
             if do is Do.END and seen.certain:
                 break
             self._done[do] += 1
+            log.log(DEBUG if do is Do.WAIT else INFO, "%s: %s", self.server.url, do.value)
             if do is not Do.WAIT and self._done[do] > _MOST:
                 raise DeltactlError("the update goes round in circles", file=self.server.url)
             try:

@@ -175,7 +175,7 @@ def test_who_publishes_is_soon_there_when_the_bucket_is_back(
         if time.now - began < 25:
             raise Transient("away")
 
-    bucket._again(once)
+    bucket._again("ask", once)
     assert time.now - began <= 25 + 5
     assert max(time.slept) == 5
     for draw in (0.25, 1.0):
@@ -186,7 +186,7 @@ def test_who_publishes_is_soon_there_when_the_bucket_is_back(
             raise Transient("away")
 
         with pytest.raises(Transient, match="tried"):
-            bucket._again(never)
+            bucket._again("ask", never)
         assert time.now - began > 45
 
 

@@ -55,7 +55,7 @@ def test_every_argument_and_option_has_help_that_is_a_sentence(verb: str, param:
 
 @pytest.mark.parametrize(("verb", "param"), PARAMS, ids=lambda p: getattr(p, "name", p))
 def test_every_value_has_a_name_of_its_own(verb: str, param: Any) -> None:
-    if param.param_type_name == "argument" or not param.is_flag:
+    if param.param_type_name == "argument" or not (param.is_flag or param.count):
         assert param.metavar, verb
 
 

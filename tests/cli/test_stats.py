@@ -59,7 +59,7 @@ def test_pair_json(cli: Cli, checkpoints: Checkpoints) -> None:
 
 
 def test_pair_human(cli: Cli, checkpoints: Checkpoints) -> None:
-    ran = cli("stats", checkpoints.base, checkpoints.result, "--bandwidth", 0.5)
+    ran = cli("stats", checkpoints.base, checkpoints.result, "--bandwidth", "0.5Mbit")
     assert (ran.code, ran.stderr) == (0, "")
     assert ran.stdout.startswith(f"changed   30 of {ELEMENTS:,} elements\nsparsity  99.03%\n")
     assert re.search(r"^encoding +size +bytes/changed +smaller +0.5 Mbit/s$", ran.stdout, re.M)

@@ -44,6 +44,23 @@ def test_progress_on_a_terminal(terminal: Terminal, checkpoints: Checkpoints) ->
     assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h")  # the cursor is back
 
 
+def test_progress_on_a_narrow_terminal(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No line is longer than the terminal, which would leave a copy of each behind."""
+    command = [*COMMAND, "diff", str(checkpoints.base), str(checkpoints.result)]
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    child = pexpect.spawn(
+        command[0], command[1:], env=environment, encoding="utf-8", timeout=60, dimensions=(24, 40)
+    )
+    seen = child.read()
+    bars = [line for line in re.split(r"[\r\n]+", STYLED.sub("", seen)) if "comparing" in line]
+    assert bars
+    assert max(len(re.sub(r"\x1b\S*?[A-Za-z]", "", line)) for line in bars) <= 40
+
+
 def test_progress_is_no_data(terminal: Terminal, checkpoints: Checkpoints, tmp_path: Path) -> None:
     out = tmp_path / "stdout"
     seen = terminal("diff", checkpoints.base, checkpoints.result, "--json", to=out)

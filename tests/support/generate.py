@@ -85,14 +85,15 @@ def _options(command: Any) -> Iterator[str]:
             continue
         names = sorted(option.opts, key=len)
         title = ", ".join(f"\\fB{_roman(opt)}\\fR" for opt in names)
-        if not option.is_flag:
+        if not (option.is_flag or option.count):
             title += f" \\fI{_roman(option.metavar)}\\fR"
         yield from _entry(title, _with_default(option))
     yield from _entry("\\fB\\-h\\fR, \\fB\\-\\-help\\fR", "Show a help page and exit.")
 
 
 def _with_default(param: Any) -> str:
-    shown = param.default if param.param_type_name == "argument" or not param.is_flag else None
+    is_flag = param.param_type_name == "option" and (param.is_flag or param.count)
+    shown = None if is_flag else param.default
     return param.help if shown in (None, [], ()) else f"{param.help} Default: {shown}."
 
 

@@ -51,7 +51,8 @@ def put_snapshot(
     """
     _check_strangers(bucket, snapshot)
     sizes = {name: path.stat().st_size for name, path in snapshot.files.items()}
-    meter = Meter(progress, "pushing", sum(sizes.values()))
+    last = snapshot.path.stat().st_size
+    meter = Meter(progress, "pushing", sum(sizes.values()) + last)
 
     def put(names: Iterable[str]) -> None:
         for name in names:  # in turn: of two at once one loses, and stops there
@@ -63,7 +64,8 @@ def put_snapshot(
         meter.add(size)
     index = partial(put_object, bucket, snapshot.name, snapshot.path, other)
     written = put_between(bucket, snapshot.name, sizes, index, put)
-    return {**sizes, snapshot.name: snapshot.path.stat().st_size}, written
+    meter.add(last)
+    return {**sizes, snapshot.name: last}, written
 
 
 def put_between(

@@ -24,11 +24,13 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 def rate(text: str) -> int:
-    """Bytes a second, as ``10M`` or ``1.5G``; the units are decimal, as in all that is printed."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kMG]?)", text)
-    found = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    """Bytes a second, as ``10M``, ``1.5G``, or ``10Gbit``; the units are decimal, as in all that is
+    printed."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kMG]?)(bit)?", text)
+    found = int(float(match[1]) * _UNITS[match[2]] / (8 if match[3] else 1)) if match else 0
     if not found:
-        raise typer.BadParameter(f"{text!r} is no rate: bytes a second, as 500k, 10M or 1.5G")
+        what = f"{text!r} is not a rate: bytes a second, as 500k, 10M or 1.5G, or bits, as 10Gbit"
+        raise typer.BadParameter(what)
     return found
 
 
@@ -39,7 +41,7 @@ def age(text: str) -> int:
     """Seconds, as ``30m``, ``12h`` or ``7d``."""
     match = re.fullmatch(r"([0-9]{1,9})([smhdw])", text)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no age: a number and a unit, as 30m, 12h or 7d")
+        raise typer.BadParameter(f"{text!r} is not an age: a number and a unit, as 30m, 12h or 7d")
     return int(match[1]) * _SECONDS[match[2]]
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import IO, Any, Literal
 
 import typer
@@ -24,6 +25,9 @@ from deltactl.core.progress import Progress, silent
 
 Mode = Literal["human", "json", "quiet"]
 
+_LOGGER = logging.getLogger("deltactl")
+_LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_WIDE = 80  # columns of a terminal, with fewer of which a whole bar would wrap
 _REDRAW = 0.1  # seconds between two looks of the progress bar
 
 
@@ -35,6 +39,7 @@ class Output:
         self._stdout: IO[str] | None = None  # sys.stdout, unless it is kept for the result
         self._quiet = False
         self._answered = False
+        self._handler = _Logged(self)
 
     def configure(self, *, json: bool, quiet: bool) -> None:
         """Take up ``--json`` and ``--quiet``; with both, JSON without progress."""
@@ -77,6 +82,13 @@ class Output:
         """Say on stderr what the user has to know though the command goes on; also with --quiet."""
         self._say("warning:", "yellow", text)
 
+    def note(self, level: int, text: str) -> None:
+        """Say what the library logged."""
+        if level >= logging.WARNING:
+            self.warn(text)
+        else:
+            self._say("info:" if level >= logging.INFO else "debug:", "blue", text)
+
     def fault(self, error: DeltactlError, *, hint: bool = False) -> None:
         """Say on stderr what is wrong, in the midst of a command that goes on to its own result."""
         self._say("error:", "red", str(error))
@@ -91,14 +103,29 @@ class Output:
 
     @contextmanager
     def logged(self) -> Iterator[None]:
-        """For the time of the block what the library logs at WARNING or above is a warning."""
-        handler = _Logged(self)
-        logger = logging.getLogger("deltactl")
-        logger.addHandler(handler)
+        """For the time of the block what the library logs at WARNING or above is a warning, and
+        more as ``log`` asks for."""
+        before = _LOGGER.handlers[:], _LOGGER.level
+        _LOGGER.addHandler(self._handler)
         try:
             yield
         finally:
-            logger.removeHandler(handler)
+            for handler in _LOGGER.handlers:
+                if handler not in before[0]:
+                    handler.close()
+            _LOGGER.handlers[:], _LOGGER.level = before
+
+    def log(self, verbose: int, file: Path | None) -> None:
+        """Say on stderr what is done, with 2 also each request; write all of it to a file, in which
+        what is there stays. Raises OSError for a file that cannot be written."""
+        level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+        self._handler.setLevel(level)
+        if file is not None:
+            written = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace")
+            written.setFormatter(logging.Formatter(_LINE))
+            _LOGGER.addHandler(written)
+            level = logging.DEBUG
+        _LOGGER.setLevel(level)
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
@@ -110,19 +137,20 @@ class Output:
             BarColumn,
             DownloadColumn,
             Progress,
+            ProgressColumn,
+            TaskProgressColumn,
             TextColumn,
             TimeRemainingColumn,
             TransferSpeedColumn,
         )
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=_console(), transient=True) as bars:
+        console = _console()
+        columns: list[ProgressColumn] = [TextColumn("{task.description}")]
+        if console.width < _WIDE:
+            columns += [BarColumn(None), TaskProgressColumn()]
+        else:
+            columns += [BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
+        with Progress(*columns, console=console, transient=True) as bars:
             yield _throttled(bars)
 
     def _say(self, label: str, colour: str, text: str) -> None:
@@ -138,7 +166,7 @@ class _Logged(logging.Handler):
         self._out = out
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._out.warn(record.getMessage())
+        self._out.note(record.levelno, record.getMessage())
 
 
 def _steerable(stream: IO[str]) -> bool:

@@ -7,6 +7,7 @@ said, which need not mean that nothing was done. ``Dead`` ends it all.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -23,6 +24,8 @@ from deltactl.core.errors import DeltactlError, Malformed, NotAllowed, Transient
 from deltactl.files.untrusted import parse_json
 from deltactl.server.http import pulse
 from deltactl.server.http.scheme import fault_of_scheme
+
+log = logging.getLogger("deltactl.server")
 
 CONNECT = 10.0  # seconds for a connection
 HEALTH = "/health"
@@ -138,7 +141,8 @@ class Wire:
     def _exchange(
         self, method: str, path: str, query: Mapping[str, object], body: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        deadline = time.monotonic() + self.timeout
+        began = time.monotonic()
+        deadline = began + self.timeout
         try:
             with self._session.request(
                 method,
@@ -152,9 +156,12 @@ class Wire:
                 self._answered = True
                 raw = self._read(reply, path, deadline)
         except requests.RequestException as error:
+            log.debug("%s %s%s: %s", method, self.url, path, type(error).__name__)
             raise self._unanswered(path, error) from None
         except HTTPError as error:  # of reading the body
             raise self._no_answer(path, type(error).__name__) from None
+        took = 1000 * (time.monotonic() - began)
+        log.debug("%s %s%s: %d, %.0f ms", method, self.url, path, reply.status_code, took)
         if reply.status_code != 200:
             self._session.close()  # vLLM's may close after a fault, and the next request be lost
             raise self._refused(reply.status_code, path, raw)
