@@ -28,6 +28,9 @@ PLACEHOLDER = "0" * HEX_DIGITS
 
 Kind = Literal["sparse", "dense", "added", "removed"]
 
+Form = tuple[str, tuple[int, ...]]
+"""A tensor's dtype and shape."""
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -68,6 +71,21 @@ class Record:
     def replaced(self) -> bool:
         """Whether the base has a tensor of this name with another dtype or shape."""
         return self.base_dtype is not None
+
+    @property
+    def base_form(self) -> tuple[str | None, tuple[int, ...] | None] | None:
+        """Dtype and shape of the base's tensor; None where it has none of this name."""
+        if self.kind == "added":
+            return None
+        return (self.base_dtype, self.base_shape) if self.replaced else (self.dtype, self.shape)
+
+    def fits(self, form: Form | None) -> bool:
+        """Whether a base that has the tensor in this form, or None, is one that it can stand on.
+        What it does not say of itself, as TRL's do not of shapes, fits any."""
+        if self.base_form is None or form is None:
+            return self.base_form == form
+        dtype, shape = self.base_form
+        return dtype == form[0] and shape in (None, form[1])
 
 
 MAX_STEP = 10**18 - 1

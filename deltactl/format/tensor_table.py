@@ -31,13 +31,8 @@ def after_delta(before: Table, header: DeltaHeader) -> dict[str, TensorState]:
 
 def _check_fits(before: TensorState | None, record: Record, file: str) -> None:
     found = None if before is None else (before.dtype, before.shape)
-    expected: tuple[str | None, tuple[int, ...] | None] | None = (record.dtype, record.shape)
-    if record.kind == "added":
-        expected = None
-    elif record.replaced:
-        expected = (record.base_dtype, record.base_shape)
-    if found != expected:
+    if found != record.base_form:
         what = "the delta's tensor does not fit the one in the step before"
         raise Malformed(
-            what, file=file, tensor=record.name, expected=str(expected), found=str(found)
+            what, file=file, tensor=record.name, expected=str(record.base_form), found=str(found)
         )

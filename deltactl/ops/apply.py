@@ -204,11 +204,10 @@ def _is_result(base: Checkpoint, delta: Delta) -> bool:
 def _sides_of(base: Checkpoint, delta: Delta, record: Record) -> set[Side]:
     tensor = base.tensors.get(record.name)
     found = None if tensor is None else (tensor.dtype, tensor.shape)
+    fits = record.fits(found)
     if record.kind == "removed":
-        return {"result"} if found is None else _only(found == (record.dtype, record.shape))
-    if record.kind == "added" and found is None:
-        return {"base"}
-    if record.replaced and found == (record.base_dtype, record.base_shape):
+        return {"result"} if found is None else _only(fits)
+    if fits and (record.kind == "added" or record.replaced):
         return {"base"}
     if not record.whole:
         return _sides_by_sums(base, delta, record)

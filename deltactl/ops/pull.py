@@ -110,7 +110,12 @@ def materialize(
     for attempt in itertools.count(1):
         try:
             with _watch(dest) as check:
-                return _materialize(bucket, chain, dest, step, force, check, progress)
+                try:
+                    return _materialize(bucket, chain, dest, step, force, check, progress)
+                except DeltactlError:
+                    with contextlib.suppress(OSError):
+                        check()  # what is wrong may be that others were exchanging it
+                    raise
         except _Exchanged:  # others are done with it: what they wrote may be built on
             if attempt == _ATTEMPTS:
                 raise

@@ -172,21 +172,14 @@ def _put(of_tensor: list[Stack], number: int, delta: Delta, record: Record) -> N
 def _check_stands(current: Stack | None, delta: Delta, record: Record) -> None:
     """Raise Conflict where the base has, lacks, or has otherwise what the delta counts on."""
     found = None if current is None else (current.dtype, current.shape)
-    expected: tuple[str | None, tuple[int, ...] | None] | None = (record.dtype, record.shape)
-    if record.kind == "added":
-        expected = None
-    elif record.base_dtype is not None:
-        expected = (record.base_dtype, record.base_shape)
-    if found == expected:
+    if record.fits(found):
         return
-    if found is not None and record.shape is None and record.dtype == found[0]:
-        return  # TRL's deltas know no shapes
     raise Conflict(
         "wrong base: it does not have this tensor as the delta expects it",
         file=delta.path,
         tensor=record.name,
         step=delta.header.step,
-        expected=_describe(expected),
+        expected=_describe(record.base_form),
         found=_describe(found),
     )
 

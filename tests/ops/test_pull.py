@@ -858,6 +858,32 @@ def test_two_who_pull_into_one_directory_at_once(tmp_path: Path, six_steps: Path
     assert len(list(tmp_path.iterdir())) == 10
 
 
+def test_one_who_looks_into_a_directory_that_another_is_removing(
+    tmp_path: Path, six_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of the old one, which has been exchanged, lacks what is gone already."""
+    bucket, dest = LocalBucket(six_steps), tmp_path / "dest"
+    pull(bucket, dest, step=4)
+    look, others = pull_module.look, [5]
+
+    def torn(*args: Any) -> Any:
+        while others:
+            pull(bucket, dest, step=others.pop())
+            raise NotFound("no weights in this directory", file=dest)
+        return look(*args)
+
+    monkeypatch.setattr(pull_module, "look", torn)
+    report = pull(bucket, dest, step=6)
+    assert (report.step, report.from_step) == (6, 5)
+    monkeypatch.setattr(pull_module, "look", _gone)
+    with pytest.raises(NotFound):  # where nobody has exchanged it, it is told
+        pull(bucket, dest, step=6)
+
+
+def _gone(*_: Any) -> Any:
+    raise NotFound("no weights in this directory")
+
+
 @pytest.mark.parametrize("at", ["fetched", "_open_checked", "open_checkpoint", "_write"])
 @pytest.mark.parametrize("steps", [(5, 6), (6, 5)])
 def test_one_who_looked_before_another_pulled(
