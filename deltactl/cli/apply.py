@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
@@ -21,6 +22,7 @@ from deltactl.cli.interface.options import (
     bucket_and_step,
     complete_place,
     delta_file,
+    is_delta,
     output,
 )
 from deltactl.cli.interface.servers import REPLICA_KEYS, apply_to
@@ -212,6 +214,11 @@ def _onto(
 
         bucket, step = named
         return apply_step(open_bucket(bucket, jobs=jobs), step, base, out, progress=progress)
+    if Path(target).is_dir() and not is_delta(target):
+        hint = (
+            f"name a step: deltactl apply {quote(target.rstrip('/'))}@STEP {quote(str(base))} ..."
+        )
+        raise UsageError("neither a delta nor a step of a chain", found=target, hint=hint)
     with delta_file(Path(target)) as file:
         return apply_delta(file, base, out, progress=progress)
 

@@ -10,7 +10,16 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.exits import code_of
 from deltactl.cli.interface.manual import manual
-from deltactl.cli.interface.options import WHERE, DryRun, Jobs, Json, Quiet, age, output
+from deltactl.cli.interface.options import (
+    WHERE,
+    DryRun,
+    Jobs,
+    Json,
+    Quiet,
+    age,
+    output,
+    whole_chain,
+)
 from deltactl.core.errors import Unsupported, UsageError
 from deltactl.core.facts import facts_of
 
@@ -100,7 +109,7 @@ def clean(
         from deltactl.bucket import open_bucket
         from deltactl.ops.clean import clean_bucket
 
-        opened = open_bucket(bucket, jobs=jobs)
+        opened = open_bucket(whole_chain(bucket, "clean"), jobs=jobs)
         report = clean_bucket(opened, older_than=older_than, dry_run=dry_run)
     document = facts_of(
         report,

@@ -9,7 +9,16 @@ import typer
 
 from deltactl.cli.interface import text
 from deltactl.cli.interface.manual import manual
-from deltactl.cli.interface.options import WHERE, DryRun, Jobs, Json, LimitRate, Quiet, output
+from deltactl.cli.interface.options import (
+    WHERE,
+    DryRun,
+    Jobs,
+    Json,
+    LimitRate,
+    Quiet,
+    output,
+    whole_chain,
+)
 from deltactl.core.facts import facts_of
 
 if TYPE_CHECKING:
@@ -70,8 +79,8 @@ def copy(
 
     with screen.progress() as progress:
         report = copy_chain(
-            open_bucket(source, jobs=jobs, limit_rate=limit_rate),
-            open_bucket(dest, jobs=jobs, limit_rate=limit_rate),
+            open_bucket(whole_chain(source, "copy"), jobs=jobs, limit_rate=limit_rate),
+            open_bucket(whole_chain(dest, "copy"), jobs=jobs, limit_rate=limit_rate),
             from_step=from_step,
             dry_run=dry_run,
             progress=progress,

@@ -11,7 +11,7 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.exits import UNSOUND
 from deltactl.cli.interface.manual import manual
-from deltactl.cli.interface.options import Bucket, Jobs, Json, Quiet, is_delta, output
+from deltactl.cli.interface.options import Bucket, Jobs, Json, Quiet, is_delta, output, whole_chain
 from deltactl.core.errors import NotFound, UsageError
 from deltactl.core.facts import facts_of
 
@@ -76,7 +76,7 @@ def log(
     if is_delta(bucket):
         hint = f"deltactl show {quote(bucket)}"
         raise UsageError("this is a delta, and not a chain's bucket", file=bucket, hint=hint)
-    opened = open_bucket(bucket, jobs=jobs)
+    opened = open_bucket(whole_chain(bucket, "log"), jobs=jobs)
     chain = read_chain(opened)
     if not chain.links and not chain.problems:
         raise NotFound(

@@ -23,6 +23,7 @@ from deltactl.cli.interface.options import (
     bandwidth_of,
     delta_file,
     output,
+    whole_chain,
 )
 from deltactl.core.facts import facts_of
 
@@ -129,7 +130,7 @@ def push(
     with delta_file(source) as file, screen.progress() as progress:
         report = publish(
             file,
-            open_bucket(bucket, jobs=jobs, limit_rate=limit_rate),
+            open_bucket(whole_chain(bucket, "push"), jobs=jobs, limit_rate=limit_rate),
             step=step,
             anchor_every=anchor_every,
             base=base,

@@ -82,7 +82,7 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
     named = bucket_and_step(target)
     if named is None:
         what = "neither a delta file nor a step of a chain"
-        raise UsageError(what, found=target, hint=f"deltactl show {quote(target)}@STEP")
+        raise UsageError(what, found=target, hint=f"deltactl show {quote(target.rstrip('@'))}@STEP")
     from deltactl.bucket import open_bucket
     from deltactl.chain.reading import read_chain
     from deltactl.format.anchor import AnchorHeader

@@ -11,7 +11,15 @@ import typer
 from deltactl.cli.interface import text
 from deltactl.cli.interface.exits import UNSOUND
 from deltactl.cli.interface.manual import manual
-from deltactl.cli.interface.options import Json, Quiet, delta_file, is_delta, output, rate
+from deltactl.cli.interface.options import (
+    Json,
+    Quiet,
+    delta_file,
+    is_delta,
+    output,
+    rate,
+    whole_chain,
+)
 from deltactl.core.errors import DeltactlError, UsageError
 from deltactl.core.progress import Progress
 
@@ -115,7 +123,7 @@ def _measure(targets: Sequence[str], progress: Progress) -> Stats:
     from deltactl.bucket import open_bucket
     from deltactl.ops.stats import stats_bucket
 
-    return stats_bucket(open_bucket(target), progress)
+    return stats_bucket(open_bucket(whole_chain(target, "stats")), progress)
 
 
 def _lines(document: Row) -> Iterable[str]:

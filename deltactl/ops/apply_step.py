@@ -8,7 +8,7 @@ from shlex import quote
 from deltactl.chain.reading import read_chain
 from deltactl.chain.store import Bucket
 from deltactl.chain.transfer.fetching import fetched
-from deltactl.core.errors import NotFound
+from deltactl.core.errors import Conflict, DeltactlError, NotFound
 from deltactl.core.progress import Meter, Progress, silent
 from deltactl.ops.apply import ApplyReport, apply_delta
 
@@ -39,4 +39,12 @@ def apply_step(
     meter = Meter(progress, "fetching", link.bytes)
     with fetched(bucket, [link], (out or base).resolve(), meter) as found:
         meter.add(found.in_place)
-        return apply_delta(found.places[link.name], base, out, progress=progress)
+        place = found.places[link.name]
+        try:
+            return apply_delta(place, base, out, progress=progress)
+        except DeltactlError as error:
+            if error.file is not None and Path(error.file).is_relative_to(place):
+                error.file = link.name  # what was fetched is gone by then
+            if isinstance(error, Conflict) and error.file == link.name:
+                error.hint = f"deltactl pull {quote(f'{chain.url}@{wanted}')} DEST"
+            raise

@@ -69,7 +69,8 @@ def test_a_step_onto_another_base(
 ) -> None:
     ran = cli("apply", f"{bucket}@3", checkpoints.steps[0], "-o", tmp_path / "out")
     assert (ran.code, (tmp_path / "out").exists()) == (11, False)
-    assert "wrong base" in ran.stderr
+    assert ran.stderr.startswith("error: step 3, deltas/step_000003.safetensors: wrong base: ")
+    assert f"hint: deltactl pull {bucket}@3 DEST" in ran.stderr
 
 
 def test_a_step_that_has_an_anchor_alone(
@@ -86,6 +87,39 @@ def test_a_file_whose_name_ends_like_a_step(
     named = delta.rename(tmp_path / "delta@2")
     ran = cli("apply", named, checkpoints.base, "-o", tmp_path / "out", "--json")
     assert ran.json["state"] == state_of(cli, checkpoints.result)
+
+
+def test_a_chain_without_a_step(cli: Cli, checkpoints: Checkpoints, bucket: Path) -> None:
+    ran = cli("apply", bucket, checkpoints.base, "-o", "out")
+    assert ran.code == 2
+    assert f"hint: name a step: deltactl apply {bucket}@STEP" in ran.stderr
+
+
+WHOLE = [
+    ("log",), ("stats",), ("clean",), ("copy", "elsewhere"), ("push",),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("verb", WHOLE, ids=lambda verb: verb[0])
+@pytest.mark.parametrize("name", ["2", "latest", "-1"])
+def test_who_takes_a_whole_chain_refuses_a_step(
+    verb: tuple[str, ...], name: str, cli: Cli, checkpoints: Checkpoints, bucket: Path
+) -> None:
+    """It made a new chain beside the one that was meant."""
+    source = [checkpoints.base] if verb[0] == "push" else []
+    ran = cli(verb[0], *source, f"{bucket}@{name}", *verb[1:])
+    assert ran.code == 2
+    assert f"hint: leave out the step: {bucket}; " in ran.stderr
+    assert [path.name for path in bucket.parent.glob(f"{bucket.name}*")] == [bucket.name]
+
+
+def test_a_bucket_whose_name_ends_like_a_step(
+    cli: Cli, checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    place = tmp_path / "run@5"
+    assert cli("push", checkpoints.base, f"{place}/").code == 0
+    assert cli("log", place).code == cli("push", checkpoints.result, place).code == 0
+    assert cli("copy", f"{place}/", f"{tmp_path / 'copy@6'}/").code == 0
 
 
 # The last links.

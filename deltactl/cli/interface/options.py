@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, get_args
 
@@ -205,6 +206,17 @@ def place_and_step(word: str, step: int | None) -> tuple[str, int | None]:
     if step not in (None, apart[1]):
         raise UsageError("two steps are named", expected=f"{word} or --step {step}")
     return apart
+
+
+def whole_chain(word: str, verb: str) -> str:
+    """The bucket that a word names. Raises UsageError where it names a step of one, but for a
+    directory that is really called so."""
+    apart = bucket_and_step(word)
+    if apart is None or Path(word).exists():
+        return word
+    what = f"{verb} takes a whole chain, and this is a step of one"
+    hint = f"leave out the step: {quote(apart[0])}; a bucket of that name is {quote(word + '/')}"
+    raise UsageError(what, found=word, hint=hint)
 
 
 @contextmanager
