@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.codec import DEFAULT, ENCODINGS, encoding_named, integers
-from deltactl.codec.absolute import AbsoluteDecoder
+from deltactl.codec.absolute import AbsoluteDecoder, NewBits
 from deltactl.codec.base import (
     BLOCK,
     Decoder,
@@ -22,6 +22,7 @@ from deltactl.codec.base import (
     StoredPart,
     Target,
     block_count,
+    touch_sum_of,
     unseen,
 )
 from deltactl.codec.bits import touch_sum
@@ -194,6 +195,24 @@ def test_integers_come_back(kind: str, data: st.DataObject) -> None:
     same = np.empty_like(values)  # as wide as they need be
     integers.decode(integers.Reader(memoryview(coded)), same, 1 << bits)
     assert np.array_equal(same, values)
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 255, 256, (1 << 32) - 1, (1 << 64) - 1])
+def test_deep_down_nothing_is_left_for_a_stream_within(value: int) -> None:
+    """However large what is left over is there: else a writer could go deeper than a reader."""
+    coded = integers.encode(np.array([value], np.uint64), integers._CAREFUL)
+    assert coded[0] == max(0, value.bit_length() - 7)
+    assert len(coded) == 1 + coded[0] + 4 + 1  # k, a plane for each bit, the length, one high byte
+
+
+def test_the_touch_sum_of_changes_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many pieces are added up."""
+    at, bits = np.arange(0, 64, 2), np.arange(32, dtype="<u2")
+    block = np.zeros(64, "<u2")
+    block[at] = bits
+    monkeypatch.setattr("deltactl.codec.base._PIECE", 4)
+    for index in range(20):  # of any sum of some pieces a half fits without
+        assert touch_sum_of(NewBits(at, bits), block, index) == touch_sum(at, bits, index)
 
 
 # Which encoding.

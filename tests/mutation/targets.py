@@ -31,7 +31,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "deltactl/chain/model.py": PUBLISH,
     "deltactl/codec/*.py": (
         "tests/codec/test_bits.py", "tests/codec/test_encoding.py", "tests/codec/test_classes.py",
-        "tests/codec/test_golomb.py",
+        "tests/codec/test_golomb.py", "tests/codec/test_room.py",
         "tests/codec/test_grouping.py", "tests/codec/test_ulp_ctx.py", "tests/test_golden.py",
     ),
     "deltactl/vllm/staging/staging.py": ("tests/vllm/test_staging.py",),

@@ -110,11 +110,13 @@ def test_doctor_says_from_what_a_step_can_be_loaded(start: Start, steps: Steps) 
 def test_parameters_that_were_exchanged_are_looked_at_where_they_are_now(
     start: Start, steps: Steps
 ) -> None:
-    server = start()
-    apply_to_servers(steps.bucket, 2, [server.url], QUICK)
-    server.vllm.workers.exchanged = True
-    (found,) = audit(steps, None, server)
-    assert (found.error, found.step, found.checked) == (None, 2, len(server.vllm.workers.tensors))
+    updated, fresh = start(), start()  # of the second nothing was ever summed
+    apply_to_servers(steps.bucket, 2, [updated.url], QUICK)
+    for server, step in ((updated, 2), (fresh, 1)):
+        server.vllm.workers.exchanged = True
+        (found,) = audit(steps, None, server)
+        every = len(server.vllm.workers.tensors)
+        assert (found.error, found.step, found.checked) == (None, step, every)
 
 
 def test_a_server_that_holds_a_step_needs_no_anchor(

@@ -8,7 +8,8 @@ from random import Random
 import numpy as np
 
 from deltactl.codec import ENCODINGS
-from deltactl.codec.base import BLOCK, Decoder, EncodedBlock, StoredPart, Target
+from deltactl.codec.base import BLOCK, Decoder, EncodedBlock, StoredPart, Target, touch_sum_of
+from deltactl.codec.bits import touch_sum
 from deltactl.files.atomic import Spool
 from tests.support.adversarial import Bits, width_of
 
@@ -50,6 +51,7 @@ def decoded(decoder: Decoder, old: Bits, block: int = BLOCK) -> Bits:
         at = changes.positions
         assert at.dtype == np.int64
         assert np.all(np.diff(at) > 0)
+        assert touch_sum_of(changes, base, start) == touch_sum(at, base.take(at), start)
         half = base.size // 2
         parts = [changes.within(0, half), changes.within(half, base.size - half)]
         assert np.array_equal(np.concatenate([np.sort(part) for part in parts]), at)
