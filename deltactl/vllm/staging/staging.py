@@ -9,7 +9,7 @@ is left for the pause is to compare, write and read back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class Staged:
     sums: Sums
     reload: tuple[str, ...]
     ignored: tuple[str, ...]
-    _sources_stand: Callable[[], bool] = field(repr=False)
+    _sources_stand: Callable[[], bool]
 
     @property
     def elements(self) -> int:
