@@ -13,6 +13,7 @@ import pytest
 from deltactl.checkpoint.checkpoint import open_checkpoint
 from deltactl.checkpoint.state import state_of
 from deltactl.core.errors import Conflict, DeltactlError, Malformed, NotFound, UsageError
+from deltactl.ops import apply as apply_module
 from deltactl.ops.apply import ApplyReport, apply_delta
 from tests.support.chains import (
     AUX,
@@ -215,6 +216,24 @@ def test_a_torn_delta_is_refused(tmp_path: Path, before: Tensors, delta: Path, w
         apply_delta(delta, base, None)
     assert caught.value.file == str(delta)
     assert content(tmp_path) == was
+
+
+def test_a_delta_that_shrinks_while_it_is_applied(
+    tmp_path: Path, before: Tensors, delta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read of it since may be anything, also where the result is as named."""
+    base = write(tmp_path / "base", before)
+    going_on = apply_module.write_directory
+
+    def cut_meanwhile(*args: Any, **kwargs: Any) -> Any:
+        done = going_on(*args, **kwargs)
+        os.truncate(delta, delta.stat().st_size - 1)
+        return done
+
+    monkeypatch.setattr(apply_module, "write_directory", cut_meanwhile)
+    with pytest.raises(Malformed, match="truncated while it was read"):
+        apply_delta(delta, base, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_payload_without_its_digest_is_refused_though_it_changes_nothing(
