@@ -212,6 +212,20 @@ def test_the_same_step_again_is_left_alone(tmp_path: Path, bucket: LocalBucket) 
     assert content(tmp_path) == was
 
 
+def test_files_that_differ_from_the_newest_anchors_are_told(
+    tmp_path: Path, bucket: LocalBucket
+) -> None:
+    """Those of an older one do not count any more."""
+    first, second, third = write_steps(tmp_path, states(3))
+    push(first, bucket)
+    (second / "config.json").write_text('{"model_type": "tiny", "vocab_size": 8}')
+    assert push(second, bucket, anchor_every=2).left_behind == (), "the anchor has it"
+    (third / "config.json").write_bytes((second / "config.json").read_bytes())
+    assert push(third, bucket, dry_run=True).left_behind == ()
+    (third / "config.json").write_bytes((first / "config.json").read_bytes())
+    assert push(third, bucket).left_behind == ("config.json",)
+
+
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_the_same_step_with_other_content_is_a_conflict(
     tmp_path: Path, bucket: LocalBucket, step: int
