@@ -90,9 +90,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 _PATIENCE = 60.0  # seconds
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     """A thread that a test has left running must not keep the process for ever: it is told where
-    it stands, and the run has failed."""
+    it stands, and the run has failed. One of several workers waits for the others."""
+    if hasattr(config, "workerinput"):
+        return
     faulthandler.dump_traceback_later(_PATIENCE, exit=True, file=sys.__stderr__)
 
 

@@ -15,7 +15,7 @@ from deltactl.demo.tiny_model import train
 from tests.support.s3_server import free_ports
 from tests.support.vllm_server import ROOT, started
 
-HEADING = "### Have running vLLM servers load a step"
+HEADING = "## Load a step into running vLLM servers"
 PORT = 8000  # in the README; here a free one
 
 
