@@ -34,6 +34,7 @@ def test_what_is_done(flag: str, cli: Cli, bucket: Path, tmp_path: Path) -> None
     assert re.fullmatch(said, ran.stderr)
     again = cli("pull", bucket, tmp_path / "out")
     assert again.stderr == "", "only this command was asked to"
+    assert not logging.getLogger("deltactl.chain").isEnabledFor(logging.INFO)
 
 
 def test_what_is_asked_of_a_server(

@@ -113,7 +113,8 @@ class Output:
             for handler in _LOGGER.handlers:
                 if handler not in before[0]:
                     handler.close()
-            _LOGGER.handlers[:], _LOGGER.level = before
+            _LOGGER.handlers[:] = before[0]
+            _LOGGER.setLevel(before[1])  # and not by hand: what is enabled is remembered
 
     def log(self, verbose: int, file: Path | None) -> None:
         """Say on stderr what is done, with 2 also each request; write all of it to a file, in which
