@@ -32,9 +32,9 @@ def test_what_is_done(flag: str, cli: Cli, bucket: Path, tmp_path: Path) -> None
     assert ran.json["step"] == 3
     said = r"info: .*: 4 links, headers read in \d+ requests\n"
     assert re.fullmatch(said, ran.stderr)
+    assert not logging.getLogger("deltactl.chain").isEnabledFor(logging.INFO)
     again = cli("pull", bucket, tmp_path / "out")
     assert again.stderr == "", "only this command was asked to"
-    assert not logging.getLogger("deltactl.chain").isEnabledFor(logging.INFO)
 
 
 def test_what_is_asked_of_a_server(
