@@ -26,9 +26,8 @@ from deltactl.codec.base import (
     StoredPart,
     Target,
     concatenated,
-    span,
 )
-from deltactl.codec.bits import Bits, Positions, elements
+from deltactl.codec.bits import Bits, Positions, elements, span
 from deltactl.core.dtypes import element_dtype
 from deltactl.core.errors import Malformed
 from deltactl.files.atomic import Spool

@@ -131,12 +131,6 @@ def unseen(dtype: str, length: int) -> Bits:
     return np.broadcast_to(np.zeros(1, f"<u{element_bytes(dtype)}"), (length,))
 
 
-def span(positions: Positions, start: int, length: int) -> tuple[int, int]:
-    """Which of rising positions lie in ``length`` elements from ``start`` on: first and end."""
-    first, end = np.searchsorted(positions, (start, start + length))
-    return int(first), int(end)
-
-
 def touch_sum_of(changes: BlockChanges, block: Bits, index: int) -> int:
     """The touch sum of a block's bits where it changes; ``index``: of its first element."""
     pieces = (changes.within(start, _PIECE) for start in range(0, block.size, _PIECE))

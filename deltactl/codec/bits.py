@@ -138,6 +138,13 @@ def split_steps(before: Bits, after: Bits, dtype: str) -> tuple[SplitSteps, Posi
     return found, np.flatnonzero(beyond)
 
 
+def span(positions: Positions | Places, start: int, length: int) -> tuple[int, int]:
+    """Which of rising positions lie in ``length`` elements from ``start`` on: first and end."""
+    borders = np.array((start, start + length), positions.dtype)  # of another they are copied
+    first, end = np.searchsorted(positions, borders)
+    return int(first), int(end)
+
+
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Places of a block, shape (n,), in runs that each rise strictly; ``sizes``: how many places
@@ -153,12 +160,10 @@ class Runs:
 
     def spans(self, start: int, length: int) -> Iterator[tuple[int, int]]:
         """Of each run the places in ``length`` elements from ``start`` on: first and end."""
-        # Of another dtype the places would be copied.
-        borders = np.array((start, start + length), np.uint32)
         at = 0
         for size in self.sizes.tolist():
-            first, end = np.searchsorted(self.places[at : at + size], borders)
-            yield at + int(first), at + int(end)
+            first, end = span(self.places[at : at + size], start, length)
+            yield at + first, at + end
             at += size
 
     def within(self, start: int, length: int) -> Positions:

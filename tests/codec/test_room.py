@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from queue import Queue
 
 import pytest
 
@@ -13,21 +13,26 @@ from deltactl.codec.room import room_for
 
 
 @pytest.mark.parametrize("held", [1, BLOCK, 3 * BLOCK])
-def test_who_asks_for_more_than_is_left_waits(held: int) -> None:
-    entered = threading.Event()
+def test_who_asks_for_more_than_is_left_waits(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: Queue[str] = Queue()
+    wait = room._freed.wait
+
+    def noted(timeout: float | None = None) -> bool:
+        done.put("waits")
+        return wait(timeout)
 
     def enter() -> None:
         with room_for(BLOCK):
-            entered.set()
+            done.put("enters")
 
+    monkeypatch.setattr(room._freed, "wait", noted)
     thread = threading.Thread(target=enter, daemon=True)
     with room_for(held):
         thread.start()
-        while not (entered.is_set() or room._freed._waiters):  # type: ignore[attr-defined]
-            time.sleep(0)
-        assert not entered.is_set()
-    assert entered.wait(60)
-    thread.join()
+        assert done.get(timeout=60) == "waits"
+        assert done.empty()
+    thread.join(60)
+    assert done.get(timeout=60) == "enters"
 
 
 def test_what_fits_waits_for_nobody() -> None:
