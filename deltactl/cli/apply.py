@@ -25,7 +25,8 @@ from deltactl.cli.interface.options import (
     is_delta,
     output,
 )
-from deltactl.cli.interface.servers import REPLICA_KEYS, apply_to
+from deltactl.cli.interface.output import Output
+from deltactl.cli.interface.servers import REPLICA_KEYS, apply_to, warn_of_newer
 from deltactl.core.errors import UsageError
 from deltactl.core.facts import facts_of
 
@@ -195,14 +196,14 @@ def apply(
     if out == STDIO:
         raise UsageError("a checkpoint cannot be written to stdout")
     with screen.progress() as progress:
-        report = _onto(target, base, out, jobs, progress)
+        report = _onto(screen, target, base, out, jobs, progress)
     if not report.proven:
         screen.warn("the delta names no digest: nothing proves the result")
     screen.result(facts_of(report), lambda: _lines(report))
 
 
 def _onto(
-    target: str, base: Path, out: Path | None, jobs: int | None, progress: Progress
+    screen: Output, target: str, base: Path, out: Path | None, jobs: int | None, progress: Progress
 ) -> ApplyReport:
     """Apply a delta, or that of a step, to a checkpoint."""
     from deltactl.ops.apply import apply_delta
@@ -213,7 +214,10 @@ def _onto(
         from deltactl.ops.apply_step import apply_step
 
         bucket, step = named
-        return apply_step(open_bucket(bucket, jobs=jobs), step, base, out, progress=progress)
+        opened = open_bucket(bucket, jobs=jobs)
+        report, newer = apply_step(opened, step, base, out, progress=progress)
+        warn_of_newer(screen, newer, bucket)
+        return report
     if Path(target).is_dir() and not is_delta(target):
         hint = (
             f"name a step: deltactl apply {quote(target.rstrip('/'))}@STEP {quote(str(base))} ..."

@@ -20,8 +20,9 @@ def apply_step(
     out: Path | None,
     *,
     progress: Progress = silent,
-) -> ApplyReport:
-    """``apply_delta`` for the delta of a step, by default the tip's; it is fetched if need be.
+) -> tuple[ApplyReport, tuple[int, ...]]:
+    """``apply_delta`` for the delta of a step, by default the tip's; it is fetched if need be. Also
+    the steps above that are in the bucket and cannot be rebuilt, where no step was asked for.
 
     Raises as that, what reading the chain raises, and NotFound for a step without a delta.
     """
@@ -41,7 +42,8 @@ def apply_step(
         meter.add(found.in_place)
         place = found.places[link.name]
         try:
-            return apply_delta(place, base, out, progress=progress)
+            report = apply_delta(place, base, out, progress=progress)
+            return report, () if step is not None else chain.newer(wanted)
         except DeltactlError as error:
             if error.file is not None and Path(error.file).is_relative_to(place):
                 error.file = link.name  # what was fetched is gone by then

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,19 @@ def test_apply_a_step_of_a_chain(
     assert (found["step"], found["written"]) == (3, True)
     assert found["state"] == state_of(cli, checkpoints.steps[2])
     assert read_tensors(out) == read_tensors(checkpoints.steps[2])
+
+
+def test_newer_steps_that_cannot_be_rebuilt_are_told(
+    cli: Cli, checkpoints: Checkpoints, bucket: Path, tmp_path: Path
+) -> None:
+    (torn,) = bucket.glob("deltas/step_000003*")
+    torn.write_bytes(torn.read_bytes()[:-1])
+    for anchor in bucket.glob("anchors/step_000003*"):
+        shutil.rmtree(anchor)
+    place = f"{bucket}@latest"
+    ran = cli("apply", place, checkpoints.base, "-o", tmp_path / "out", "--json")
+    assert ran.json["step"] == 2
+    assert ran.stderr.startswith("warning: newer steps cannot be rebuilt: 3; ")
 
 
 def test_a_step_onto_another_base(
