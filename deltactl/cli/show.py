@@ -82,7 +82,8 @@ def _step(target: str, jobs: int | None) -> dict[str, Any]:
     named = bucket_and_step(target)
     if named is None:
         what = "neither a delta file nor a step of a chain"
-        raise UsageError(what, found=target, hint=f"deltactl show {quote(target.rstrip('@'))}@STEP")
+        bucket = target.rpartition("@")[0] or target  # what follows is no step
+        raise UsageError(what, found=target, hint=f"deltactl show {quote(bucket)}@STEP")
     from deltactl.bucket import open_bucket
     from deltactl.chain.reading import read_chain
     from deltactl.format.anchor import AnchorHeader

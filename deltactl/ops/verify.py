@@ -116,7 +116,7 @@ def verify_bucket(
     check_level(level)
     if step is not None and against is None:
         raise UsageError(
-            "--step goes with --against", hint="add --against CKPT, or leave out the step"
+            "a step is for --against", hint="add --against CKPT, or leave out the step"
         )
     chain = read_chain(bucket)
     if not chain.links and not chain.problems:

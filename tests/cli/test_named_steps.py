@@ -51,6 +51,13 @@ def test_what_is_no_step(word: str, cli: Cli, bucket: Path, tmp_path: Path) -> N
     assert "is not a step: a number, latest, or -2" in ran.stderr
 
 
+@pytest.mark.parametrize("step", ["", "@", "@abc", "@1.5", "@LATEST"])
+def test_the_hint_for_what_is_no_step_can_be_followed(step: str, cli: Cli, bucket: Path) -> None:
+    ran = cli("show", f"{bucket}{step}")
+    assert ran.code == 2
+    assert ran.stderr.endswith(f"hint: deltactl show {bucket}@STEP\n")
+
+
 # The delta of a step, onto a checkpoint.
 
 
